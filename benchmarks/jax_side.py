@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import calls, first_calls, hlo, providers, stacks, timing
+from benchmarks.losses import LossWorkload
 from benchmarks.suites import Timed
 from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 
@@ -111,9 +112,11 @@ def compile_cell(cell: Timed) -> Program:
     both, XLA would add a copy. Errors of the library are not caught.
     """
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
+    prepared = providers.operands(cell.provider)
     rows, parameters, cotangents = jax.eval_shape(
         lambda: random_arrays(0, *arguments_of(cell.workload))
     )
+    rows = jax.eval_shape(prepared, *rows)
     start = time.perf_counter()
 
     def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
@@ -137,10 +140,13 @@ def compile_cell(cell: Timed) -> Program:
 
     if cell.direction == "fwd":
         call = compiled(forward, rows, parameters)
-        return timed(call, lambda rows, parameters, cotangents: (rows, parameters))
+        return timed(call, lambda rows, parameters, cotangents: (prepared(*rows), parameters))
     if cell.direction == "fwd+bwd":
         call = compiled(forward_and_backward, rows, parameters, cotangents)
-        return timed(call, lambda rows, parameters, cotangents: (rows, parameters, cotangents))
+        return timed(
+            call,
+            lambda rows, parameters, cotangents: (prepared(*rows), parameters, cotangents),
+        )
     # The operands of a backward pass are the residuals that the library saves: the leaves of the
     # pullback that jax.vjp returns.
     save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
@@ -154,7 +160,7 @@ def compile_cell(cell: Timed) -> Program:
     return timed(
         call,
         lambda rows, parameters, cotangents: (
-            jax.tree.leaves(keep(rows, parameters)),
+            jax.tree.leaves(keep(prepared(*rows), parameters)),
             cotangents,
         ),
     )
@@ -167,12 +173,24 @@ def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
 def kernel_time(cell: Timed, program: Program) -> Figures:
     roof = None if cell.workload.flops else timing.copy_roof(cell.workload.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
+    bar = {}
+    if size := _logits_bytes(cell):  # The bar of a linear loss also has these bytes.
+        bar["gbps"] = timing.copy_roof(size).gbps(size)
     return {
         **measured.figures(cell.workload, roof),
+        **bar,
         "compile_s": program.compile_s,
         "extra_passes": program.extra_passes,
         "temp_bytes": program.temp_bytes,
     }
+
+
+def _logits_bytes(cell: Timed) -> int:
+    """Return the bytes whose copy is part of a linear loss's bar; 0 if the cell has no bar."""
+    workload = cell.workload
+    if cell.provider != "products" or not isinstance(workload, LossWorkload):
+        return 0
+    return workload.logits_bytes
 
 
 def prepare(suite: str, cell: Any) -> Measure:
@@ -194,6 +212,8 @@ def prepare(suite: str, cell: Any) -> Measure:
     inputs_program(*arguments_of(cell.workload))
     if not cell.workload.flops:
         timing.copy_programs(cell.workload.bytes)
+    if size := _logits_bytes(cell):
+        timing.copy_programs(size)
     return functools.partial(kernel_time, cell, program)
 
 

@@ -18,8 +18,14 @@ LOGITS: tuple[Shape, ...] = (
     (4096, 128256),
 )
 FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
-#: The shape of the last layer of Llama 3 8B: rows, features, classes.
-LINEAR_LOGITS: tuple[Shape, ...] = ((8192, 4096, 128256),)
+#: Shapes of last layers: rows, features, classes. The layers are those of Llama 3 8B, of Llama 3.2
+#: 1B, of a model with GPT-2's vocabulary, and of a model with Llama 2's vocabulary.
+LINEAR_LOGITS: tuple[Shape, ...] = (
+    (8192, 4096, 128256),
+    (8192, 2048, 128256),
+    (16384, 2048, 50257),
+    (4096, 8192, 32000),
+)
 
 #: The cap of Gemma 2's logits, which are ``SOFTCAP * tanh(logits / SOFTCAP)``.
 SOFTCAP = 30.0
@@ -40,6 +46,10 @@ class Loss:
       results: the number of arrays that the function returns.
       products: the number of matmuls in forward and backward pass together; 0 without a linear
         layer.
+      logit_bytes: the bytes per logit that a linear loss may load and store between its matmuls,
+        for the bar. A loss reads and writes 16-bit logits, and reads them again: 6 bytes. A
+        log-probability reads float32 logits in both passes and writes their 16-bit gradient: 10. So
+        does a divergence, which reads the logits of the student and of the teacher.
     """
 
     shapes: tuple[Shape, ...]
@@ -49,6 +59,7 @@ class Loss:
     has_teacher: bool = False
     results: int = 1
     products: int = 0
+    logit_bytes: int = 0
 
     @property
     def quick(self) -> tuple[Shape, ...]:
@@ -57,7 +68,7 @@ class Loss:
 
 _BOTH: tuple[Direction, ...] = ("fwd", "fwd+bwd")
 _DTYPES = ("bfloat16", "float32")
-_LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True, products=3)
+_LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True, products=3, logit_bytes=6)
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(LOGITS, _BOTH, _DTYPES),
@@ -65,16 +76,20 @@ LOSSES: dict[str, Loss] = {
     # A model's last layer and its loss. Times are compared with the provider `products`, which
     # computes only the matmuls.
     "linear_cross_entropy": _LINEAR,
-    "capped_linear_cross_entropy": _LINEAR,
+    "capped_linear_cross_entropy": dataclasses.replace(_LINEAR, shapes=LINEAR_LOGITS[:1]),
     # The label's log-probability and the entropy of each position. Each position has its own
     # cotangent, so the forward pass cannot compute gradients already. The logits are not saved, so
     # the backward pass recomputes them with a fourth matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
-    "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2, products=4),
+    "linear_log_prob_and_entropy": dataclasses.replace(
+        _LINEAR, mean=False, results=2, products=4, logit_bytes=10
+    ),
     # The teacher's logits are constants: their gradient is not computed.
     "kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
     "reverse_kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
-    "linear_kl_divergence": dataclasses.replace(_LINEAR, has_teacher=True, products=4),
+    "linear_kl_divergence": dataclasses.replace(
+        _LINEAR, has_teacher=True, products=4, logit_bytes=10
+    ),
 }
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
@@ -136,11 +151,20 @@ class LossWorkload(FewParameters):
         return tuple(range(len(self.gradients), len(self.row_operands)))
 
     @property
+    def logits_bytes(self) -> int:
+        """Bytes of the logits that are loaded and stored between the matmuls, for the bar."""
+        return self.loss.logit_bytes * self.sizes[0] * self.sizes[-1]
+
+    @property
     def flops(self) -> int:
         """Number of floating-point operations of all matmuls; 0 without a linear layer."""
         of_logits = (1 + self.loss.has_teacher) * (len(self.sizes) - 2)
         products = self.loss.products if self.direction == "fwd+bwd" else of_logits
         return 2 * products * math.prod(self.sizes)
 
+
+#: The bar of a linear loss is the time of its matmuls alone, plus ``BAR`` times the time in which a
+#: copy transfers `LossWorkload.logits_bytes`.
+BAR = 1.15
 
 grid = functools.partial(shaped, LossWorkload, LOSSES)

@@ -8,13 +8,15 @@ from benchmarks.bars import BARS
 from benchmarks.blocks import BLOCKS
 from benchmarks.compile_times import LIMIT_S, STEPS
 from benchmarks.figures import Ahead, Figure, Figures
-from benchmarks.losses import LossWorkload
+from benchmarks.losses import BAR, LossWorkload
 from benchmarks.models import LOSS_STEPS, MODELS, PLAIN, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
 _BLOCK_DTYPES = {**text.DTYPES, "mixed": "bf16 beside an f32 residual stream"}
 MIB = 2**20
+#: The row of a linear loss's bar.
+_BAR = "matrix products and the bytes of the logits"
 
 
 def speeds(measured: Figures, directions: Sequence[str]) -> str:
@@ -303,8 +305,10 @@ def losses(rows: Sequence[Row]) -> str:
     """Return a table of losses, with a row for each cell and provider.
 
     A row has the provider's time, the fraction of the roofline bound that it reaches, its time
-    divided by jaxnorm's, and its temp memory.
+    divided by jaxnorm's, and its temp memory. The bar of a linear loss has a row of its own. If
+    jaxnorm reaches the bar, the bar's time is at least jaxnorm's.
     """
+    rows = [*rows, *map(_with_bytes, (row for row in rows if row["provider"] == "products"))]
     of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
 
     def roof(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
@@ -315,6 +319,15 @@ def losses(rows: Sequence[Row]) -> str:
         return f"{float(answers['products']['us']) / float(answers[name]['us']):.2f}"
 
     return _by_shape(rows, {"of the roof": roof})
+
+
+def _with_bytes(row: Row) -> Row:
+    """Return the row of a linear loss's bar, given the row of its matmuls alone."""
+    if row["status"] != OK or not row["gbps"]:
+        return row
+    workload = LossWorkload(row["op"], "fwd+bwd", row["shape"], row["dtype"])
+    us = float(row["us"]) + BAR * workload.logits_bytes / float(row["gbps"]) / 1e3
+    return {**row, "provider": _BAR, "us": str(us), "temp_bytes": ""}
 
 
 def linear(rows: Sequence[Row]) -> str:
@@ -345,18 +358,19 @@ def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) ->
         if row["status"] == OK:
             cell = (row["op"], row["direction"], row["shape"], row["dtype"])
             by_cell.setdefault(cell, {})[row["provider"]] = row
+    labels = {name: provider.label for name, provider in PROVIDERS.items()} | {_BAR: _BAR}
     body = []
     for cell, answers in by_cell.items():
         op, direction, shape, dtype = cell
         us = {name: float(row["us"]) for name, row in answers.items()}
         mine = next((us[name] for name in figures.OWN if name in us), None)
-        for name in (name for name in PROVIDERS if name in answers):
+        for name in (name for name in labels if name in answers):
             temp = answers[name]["temp_bytes"]
             body.append(
                 [
                     f"{op} {text.DIRECTIONS[direction]}, {shape.replace('x', ' x ')}, "
                     f"{text.DTYPES[dtype]}",
-                    PROVIDERS[name].label,
+                    labels[name],
                     text.digits(us[name]),
                     *(column(cell, answers, name) for column in columns.values()),
                     "-" if mine is None else f"{us[name] / mine:.2f}x",

@@ -98,7 +98,11 @@ def test_what_is_asked():
     }
     linear = [c for c in cells if c.op == "linear_cross_entropy"]
     assert {c.workload for c in linear} == {
-        LossWorkload("linear_cross_entropy", "fwd+bwd", "8192x4096x128256", "bfloat16")
+        LossWorkload("linear_cross_entropy", "fwd+bwd", shape, "bfloat16")
+        for shape in (
+            *("8192x4096x128256", "8192x2048x128256", "16384x2048x50257"),
+            "4096x8192x32000",
+        )
     }
     assert {c.provider for c in linear} == {
         *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp", "optax"),
@@ -113,7 +117,7 @@ def test_what_is_asked():
         "torch.compile",
     }
     linear = [c for c in cells if c.op == "linear_log_prob_and_entropy"]
-    assert len({c.workload for c in linear}) == 1
+    assert len({c.workload for c in linear}) == 4
     assert {c.provider for c in linear} == {*(c.provider for c in log_probs), "products"}
     for pair in (
         (log_probs, [c for c in cells if c.op == "kl_divergence"]),
@@ -243,6 +247,7 @@ def test_a_run(tmp_path):
     text = (tmp_path / "report.md").read_text()
     asked = "linear_cross_entropy forward and backward, 4 x 8 x 32, bf16"
     assert f"| {asked} | matrix products |" in text
+    assert f"| {asked} | matrix products and the bytes of the logits |" in text
 
 
 def test_the_table():
@@ -256,7 +261,8 @@ def test_the_table():
         row("cross_entropy", "8192x32768", "quack", "600.0", "0.9000", ""),
         row("cross_entropy", "8192x32768", "jaxnorm", "500.0", "1.0800", "0"),
         row(*linear, "liger", "60000.0", "", str(3 * 2**20)),
-        row(*linear, "products", "40000.0", "", ""),
+        {**row(*linear, "products", "40000.0", "", ""), "gbps": "2000.0"},
+        row(*linear, "jaxnorm", "41812.0", "", str(2**20)),
         {**row(*linear, "jnp", "", "", ""), "status": "failed: no"},
     ]
     plain = "cross_entropy forward and backward, 8192 x 32768, bf16"
@@ -264,6 +270,8 @@ def test_the_table():
     assert report_tables.losses(rows).splitlines()[2:] == [
         f"| {plain} | {PROVIDERS['jaxnorm'].label} | 500 | 1.08 | 1.00x | 0 |",
         f"| {plain} | QuACK | 600 | 0.90 | 1.20x | - |",
-        f"| {whole} | matrix products | 40000 | 1.00 | - | - |",
-        f"| {whole} | Liger | 60000 | 0.67 | - | 3 |",
+        f"| {whole} | {PROVIDERS['jaxnorm'].label} | 41812 | 0.96 | 1.00x | 1 |",
+        f"| {whole} | matrix products | 40000 | 1.00 | 0.96x | - |",
+        f"| {whole} | Liger | 60000 | 0.67 | 1.43x | 3 |",
+        f"| {whole} | matrix products and the bytes of the logits | 43625 | 0.92 | 1.04x | - |",
     ]

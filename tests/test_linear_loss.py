@@ -22,7 +22,7 @@ from reference import assert_within, exact
 
 from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
-from jaxnorm.operations.linear_loss_call import chunk_rows
+from jaxnorm.operations.linear_loss_call import chunk_rows, rows_beside_dlogits
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -38,7 +38,8 @@ class Of(NamedTuple):
       function: the public function.
       reference: the class that computes it in float64.
       options: the options with which it is tested.
-      matmuls: the number of matmuls that compute a value and its gradients.
+      matmuls: the number of matmuls in the program of a value and its gradients. The first chunk
+        precedes the loop, so its matmuls are in the program twice.
     """
 
     function: Callable[..., Any]
@@ -47,12 +48,12 @@ class Of(NamedTuple):
     matmuls: int
 
 
-LOSS = Of(linear_loss, linear_loss_cases.Linear, OPTIONS, 3)
+LOSS = Of(linear_loss, linear_loss_cases.Linear, OPTIONS, 2 * 3)
 LOG_PROB = Of(
     linear_log_prob_and_entropy,
     log_prob_cases.Linear,
     [{}, {"logits_scale": 1.5}, {"logits_scale": 1.5, "logit_softcap": 2.0}],
-    4,
+    1 + 2 * 3,
 )
 # The loss with each reduction, and log-probabilities, which have no reduction.
 FUNCTIONS = {**dict.fromkeys(REDUCTIONS, LOSS), "log_prob": LOG_PROB}
@@ -218,6 +219,26 @@ def test_chunks_by_default():
     ]
     for chunk, rows, weight, dtype, expected in cases:
         assert chunk_rows(chunk, rows, weight, dtype, dtype) == expected
+    # All rows are in one chunk if it takes no more memory than the sum of weight's gradient.
+    for rows, weight, logits, expected in (
+        (8192, (4096, 128256), bf16, 8192),
+        (8320, (4096, 128256), bf16, 2816),
+        (8192, (2048, 128256), bf16, 2048),
+        (5376, (8192, 32000), f32, 5376),
+    ):
+        accumulator = 4 * weight[0] * weight[1]
+        assert chunk_rows(None, rows, weight, logits, bf16, accumulator=accumulator) == expected
+        assert chunk_rows(64, rows, weight, logits, bf16, accumulator=accumulator) == 64
+    # The gradient of all float32 logits is stored if a chunk of half the size makes room for it.
+    for rows, chunk, weight, expected in (
+        (8192, 2048, (4096, 128256), 2048),
+        (8192, 2048, (2048, 128256), 1024),
+        (16384, 2048, (2048, 50257), None),
+        (1024, 512, (2048, 50257), 512),
+    ):
+        d, classes = weight
+        accumulator = 4 * d * classes
+        assert rows_beside_dlogits(chunk, rows, 4 * classes, 2 * classes, accumulator) == expected
     # The logits are float32, the operands of their matmul 16-bit.
     assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
     check("mean", *operands(3000, 2, 3))
@@ -348,11 +369,10 @@ def test_small_gradients_in_float16():
     def function(x, weight):
         return scale * linear_loss(x, weight, labels, chunk=16)
 
-    def plain(x, weight):
+    def plain(x, weight, factors=1.0):
         logits = x.astype(jnp.float32) @ weight.astype(jnp.float32)
-        return scale * jnp.mean(
-            jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
-        )
+        of_labels = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+        return scale * jnp.mean(factors * (jax.nn.logsumexp(logits, -1) - of_labels))
 
     def gradients(f):
         return jax.jit(jax.grad(f, (0, 1)))
@@ -361,11 +381,14 @@ def test_small_gradients_in_float16():
         gradients(function)(x, weight), gradients(plain), x, weight, like=gradients(function)
     )
 
+    # A cotangent of 0 takes no digits from the others.
+    factors = jnp.where(jnp.arange(64) == 5, 0, 2.0**-4)
+
     def rows(x, weight):
-        return jnp.mean(linear_loss(x, weight, labels, reduction="none", chunk=16)) * 2.0**-4
+        return jnp.mean(factors * linear_loss(x, weight, labels, reduction="none", chunk=16))
 
     def small(x, weight):
-        return plain(x, weight) * 2.0**-16
+        return plain(x, weight, factors) * 2.0**-12
 
     # Small values are only lost when the returned array is rounded to float16, not before.
     ours = gradients(rows)
@@ -391,7 +414,7 @@ SIZES = {
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_rows_of_different_sizes(dtype):
-    """Each row's cotangent or weight multiplies its part of dx in float32."""
+    """The gradients of rows are accurate if their cotangents or weights are small."""
     arrays = operands(7, 16, 64, dtype)
     d, labels = np.float32(SIZES[dtype]), arrays[-1]
 
@@ -414,9 +437,9 @@ SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32":
     ("dtype", "scale"), [(dtype, scale) for dtype in SCALES for scale in SCALES[dtype]]
 )
 def test_logits_scale_of_any_size(dtype, scale, reduction):
-    """`logits_scale` may have any size: it multiplies float32 results of matmuls.
+    """`logits_scale` may have any size.
 
-    If it multiplied the gradient of the logits, float16 could overflow.
+    In float16, it multiplies float32 results of matmuls. The gradient of the logits could overflow.
     """
     # The logits have magnitudes around 1, and the loss is multiplied by 2**10.
     x, weight, bias, labels = operands(7, 16, 64, dtype)
@@ -449,9 +472,12 @@ def step_of(labels, *, of="log_prob", wrt=(0, 1), **options):
     return jax.jit(jax.grad(total, wrt) if wrt else total)
 
 
-# The arguments to differentiate, the number of matmuls, and the number of loops.
+# The arguments to differentiate, the number of matmuls, and the number of loops. If weight has a
+# gradient, the first chunk precedes the loop, and its matmuls are in the program twice.
 @pytest.mark.parametrize(
-    ("wrt", "products", "loops"), [((), 1, 1), ((0, 1), 4, 2), ((0,), 3, 2), ((1,), 3, 2)], ids=str
+    ("wrt", "products", "loops"),
+    [((), 1, 1), ((0, 1), 1 + 2 * 3, 2), ((0,), 3, 2), ((1,), 1 + 2 * 2, 2)],
+    ids=str,
 )
 def test_products_and_loops(wrt, products, loops):
     step = step_of(jnp.zeros(ROWS, jnp.int32), wrt=wrt, chunk=CHUNK)
@@ -471,6 +497,18 @@ def test_memory():
         for shape in re.findall(r"\w+\[([\d,]*)\]", compiled.as_text())
     }
     assert max(sizes) == CHUNK * CLASSES
+
+
+@pytest.mark.parametrize("rows", [4096, 5000])
+def test_dlogits_of_all_rows(rows):
+    """The loop of the backward pass computes only dlogits. One matmul for each gradient follows."""
+    x, weight, bias, labels = operands(rows, 2048, 9, "bfloat16")
+    where = labels != 3
+    x = x.at[jnp.argmin(where)].set(jnp.nan)
+    check("log_prob", x, weight, bias, labels, where)
+    text = step_of(labels).lower(x, weight).as_text()
+    assert text.count("stablehlo.dot_general") == 4
+    assert re.search(rf"dot_general.*\(tensor<{rows}x2048xbf16>, tensor<{rows}x16xbf16>\)", text)
 
 
 def test_three_numbers_for_each_row_are_kept():

@@ -227,5 +227,16 @@ PROVIDERS: dict[str, Provider] = {
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     """Return the provider's function for `op`. Its arguments are operands, then parameters."""
-    adapter = importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
-    return adapter.function(name, op, y_dtype)
+    return _adapter(name).function(name, op, y_dtype)
+
+
+def operands(name: str) -> Callable[..., tuple[Any, ...]]:
+    """Return a function that converts a workload's row operands to those of the provider.
+
+    Most providers take the row operands as they are.
+    """
+    return getattr(_adapter(name), "operands", lambda *rows: rows)
+
+
+def _adapter(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")

@@ -1,9 +1,11 @@
 """Only the matmuls of a linear layer with a loss, as the reference for the times of fused losses.
 
-The two functions have the signature of a loss, but the values that they return mean nothing. The
-backward pass multiplies by the logits instead of their gradient. This takes the same time, because
-both have the same shape and dtype.
-The logits are normally distributed, because a GPU's clock depends on the values that it multiplies.
+The functions have the signature of a loss with an additional operand, and the values that they
+return mean nothing. The additional operand stands for the gradient of the logits. Its numbers are
+normally distributed, because a GPU's clock depends on the values that it multiplies.
+
+Logits have the dtype of the loss: that of x for the cross-entropy, else float32. The classes are
+padded to a multiple of 8 outside of the measured time, because 16-bit matmuls are slow otherwise.
 """
 
 from collections.abc import Callable
@@ -17,78 +19,104 @@ from benchmarks.losses import LOSSES
 Array = jax.Array
 
 
-def _logits(x: Array, weight: Array) -> Array:
+def operands(*rows: Array) -> tuple[Array, ...]:
+    """Return the operands of the functions, given the row operands of the loss."""
+    # x, weight and labels; or x, weight, teacher_x and teacher_weight.
+    padded = [_padded(a) if i % 2 else a for i, a in enumerate(rows)]
+    shape = len(rows[0]), padded[1].shape[1]
+    return *padded, jax.random.normal(jax.random.key(0), shape, rows[0].dtype)
+
+
+def _padded(weight: Array) -> Array:
+    padding = -weight.shape[1] % 8
+    return jnp.pad(weight, ((0, 0), (0, padding))) if padding else weight
+
+
+def _logits(x: Array, weight: Array, dtype: Any) -> Array:
     # The program returns only a few logits. The barrier keeps XLA from computing only these.
-    return jax.lax.optimization_barrier(x @ weight)
+    return jax.lax.optimization_barrier(jnp.matmul(x, weight, preferred_element_type=dtype))
 
 
 @jax.custom_vjp
-def three(x: Array, weight: Array, labels: Array) -> Array:
+def three(x: Array, weight: Array, labels: Array, gradient: Array) -> Array:
     """Run the matmuls of a linear layer with a mean loss: one forward and two backward.
 
     One element of the logits is returned in place of the loss.
     """
-    return _three_forward(x, weight, labels)[0]
+    return _three_forward(x, weight, labels, gradient)[0]
 
 
-def _three_forward(x: Array, weight: Array, labels: Array) -> tuple[Array, tuple[Array, ...]]:
-    logits = _logits(x, weight)
-    return logits[0, 0].astype(jnp.float32), (x, weight, logits)
+def _three_forward(
+    x: Array, weight: Array, labels: Array, gradient: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    return _logits(x, weight, x.dtype)[0, 0].astype(jnp.float32), (x, weight, gradient)
+
+
+def _gradients(x: Array, weight: Array, gradient: Array) -> tuple[Array, Array]:
+    return gradient @ weight.T, x.T @ gradient
 
 
 def _three_backward(saved: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
-    x, weight, logits = saved
-    return logits @ weight.T, x.T @ logits, None
+    return *_gradients(*saved), None, None
 
 
 three.defvjp(_three_forward, _three_backward)
 
 
 @jax.custom_vjp
-def four(x: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
+def four(x: Array, weight: Array, labels: Array, gradient: Array) -> tuple[Array, Array]:
     """Run the matmuls of a linear layer with a loss whose backward pass recomputes the logits.
 
     One matmul is in the forward pass and three are in the backward pass.
 
     Two elements of each row of logits are returned in place of the results.
     """
-    return _four_forward(x, weight, labels)[0]
+    return _four_forward(x, weight, labels, gradient)[0]
 
 
 def _four_forward(
-    x: Array, weight: Array, labels: Array
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    some = _logits(x, weight)[:, :2].astype(jnp.float32)
-    return (some[:, 0], some[:, 1]), (x, weight)
+    x: Array, weight: Array, labels: Array, gradient: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    some = _logits(x, weight, jnp.float32)[:, :2]
+    return (some[:, 0], some[:, 1]), (x, weight, gradient)
 
 
 def _four_backward(
-    saved: tuple[Array, Array], cotangents: tuple[Array, Array]
+    saved: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
     # This pass must recompute the logits. The barrier keeps XLA from saving the logits of the
     # forward pass instead.
-    (x, weight), _ = jax.lax.optimization_barrier((saved, cotangents))
-    return _three_backward((x, weight, _logits(x, weight)), cotangents[0])
+    (x, weight, gradient), _ = jax.lax.optimization_barrier((saved, cotangents))
+    logits = _logits(x, weight, jnp.float32)
+    dx, dweight = _gradients(x, weight, gradient)
+    # One of the logits is part of a result, because XLA would not compute unused logits.
+    dx = jax.lax.dynamic_update_slice(dx, logits[:1, :1].astype(dx.dtype), (0, 0))
+    return dx, dweight, None, None
 
 
 four.defvjp(_four_forward, _four_backward)
 
 
 @jax.custom_vjp
-def of_two_layers(x: Array, weight: Array, teacher_x: Array, teacher_weight: Array) -> Array:
-    """Return the sum of an element of each layer's logits. The first layer's logits are saved."""
-    return _of_two_layers_forward(x, weight, teacher_x, teacher_weight)[0]
+def of_two_layers(
+    x: Array, weight: Array, teacher_x: Array, teacher_weight: Array, gradient: Array
+) -> Array:
+    """Run the matmuls of a divergence of two linear layers, with the gradients of the first one.
+
+    The sum of an element of each layer's logits is returned in place of the divergence.
+    """
+    return _of_two_layers_forward(x, weight, teacher_x, teacher_weight, gradient)[0]
 
 
 def _of_two_layers_forward(
-    x: Array, weight: Array, teacher_x: Array, teacher_weight: Array
+    x: Array, weight: Array, teacher_x: Array, teacher_weight: Array, gradient: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    of_student, saved = _three_forward(x, weight, teacher_x)
-    return of_student + _logits(teacher_x, teacher_weight)[0, 0], saved
+    both = [_logits(*layer, jnp.float32) for layer in ((x, weight), (teacher_x, teacher_weight))]
+    return both[0][0, 0] + both[1][0, 0], (x, weight, gradient)
 
 
 def _of_two_layers_backward(saved: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
-    return (*_three_backward(saved, cotangent), None)
+    return (*_gradients(*saved), None, None, None)
 
 
 of_two_layers.defvjp(_of_two_layers_forward, _of_two_layers_backward)

@@ -192,6 +192,31 @@ class Call:
             changes["logits_bias_dtype"] = None
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
+    @_once
+    def with_gradient(self, gradient_dtype: np.dtype) -> "Call":
+        """Return the forward pass of a loss, extended to also return the gradient of the logits x.
+
+        The cotangents of the results follow the operands.
+        """
+        outputs = (*self.spec.operation.results,)
+        return self.replaced(outputs=outputs, wrt=("x",), gradient_dtype=gradient_dtype)
+
+    def in_two_passes(self, bind: Run, *arrays: jax.Array) -> list[jax.Array]:
+        """Run this call, a result of `with_gradient`, as a forward and a backward pass.
+
+        ``bind(call, *arrays)`` runs a pass.
+        """
+        count = len(self.primals)
+        forward = self.replaced(wrt=(), gradient_dtype=None).with_stats()
+        by_name = dict(zip(self.primals, arrays))
+        by_name |= dict(zip(forward.returns, bind(forward, *arrays[:count])))
+        by_name["saved"] = by_name[self.spec.starts_from]
+        dtype = self.spec.dx_dtype
+        backward = forward.backward(self.wrt, self.spec.outputs, gradient_dtype=dtype)
+        residuals = [by_name[name] for name in backward.residual_names]
+        gradients = bind(backward, *residuals, *arrays[count:])
+        return [*(by_name[name] for name in self.spec.outputs), *gradients]
+
     def without_dh(self) -> "Call":
         """Return this backward pass without the operand dh, the cotangent that is added to dx."""
         return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
@@ -297,7 +322,7 @@ class Call:
         """
         match self.spec.direction:
             case "fwd":
-                return self.primals
+                return (*self.primals, *(self.spec.outputs if self.wrt else ()))
             case "tan":
                 return (*self.residual_names, *self.spec.wrt)
             case "bwd":
@@ -309,7 +334,13 @@ class Call:
 
         A tangent has the name of its result, and a gradient has the name of its operand.
         """
-        return self.spec.wrt if self.spec.direction == "bwd" else self.spec.outputs
+        match self.spec.direction:
+            case "fwd":
+                return self.spec.outputs + self.spec.wrt
+            case "tan":
+                return self.spec.outputs
+            case "bwd":
+                return self.spec.wrt
 
     @functools.cached_property
     def kinds_taken(self) -> list[Kind]:
@@ -413,6 +444,8 @@ class Call:
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
         """Run the xla implementation on the arrays as they are, without reshaping them."""
+        if self.spec.returns_both:
+            return self.in_two_passes(Call.xla, *arrays)
         return self._run("xla", self.spec, arrays)
 
     def kernel(self, name: str) -> Run:
@@ -450,6 +483,13 @@ class Call:
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation = backends.implementation(name)
+        if spec.returns_both:
+            count = len(self.primals)
+            operands = Operands(**dict(zip(self.primals, arrays)))
+            cotangents = Results(**self._record(spec.outputs, arrays[count:]))
+            assert implementation.both is not None  # `row_operations` runs two passes otherwise
+            results, gradients = implementation.both(operands, cotangents, spec)
+            return [*self._picked(results), *(getattr(gradients, name) for name in spec.wrt)]
         if spec.direction == "fwd":
             results = implementation.forward(Operands(**dict(zip(self.primals, arrays))), spec)
             return self._picked(results)

@@ -46,9 +46,11 @@ def linear_softmax_cross_entropy(
     The dtype of the matmuls' operands is the one to which x and weight promote, as in
     ``jnp.matmul``. With a float32 weight, all three matmuls are therefore in float32, unless
     ``dtype=jnp.bfloat16`` rounds the weight. A chunk's logits are rounded to that dtype, like the
-    result of ``x @ weight``, and bias is added to the rounded logits. Sums over classes and row
-    statistics are float32 (float64 for float64 logits). The gradient of weight is accumulated over
-    all chunks in float32 as well. Gradients are divided by the number of rows in float32.
+    result of ``x @ weight``, and bias is added to the rounded logits. The gradient of the logits is
+    rounded to the dtype of the matmuls' operands. Sums over classes and row statistics are float32
+    (float64 for float64 logits). The gradient of weight is summed over the chunks in float32 as
+    well. For a mean, the gradient of the logits is divided by the number of rows before it is
+    rounded; in float16, the gradients of x and weight are divided instead, in float32.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64. Each row is
@@ -65,11 +67,12 @@ def linear_softmax_cross_entropy(
         ``"sum"``: ``sum(where * loss)``; or ``"none"``: the loss of each position, times its
         weight.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose: a chunk has at most max(2048, d) rows. If the logits of such a
+        None lets jaxnorm choose: all rows, if their logits take no more memory than a float32 array
+        of weight's shape. Otherwise, a chunk has at most max(2048, d) rows. If the logits of such a
         chunk take more than 1 GiB, it has fewer rows, but at least 512. Besides the gradients, the
         function allocates two arrays: a chunk's logits, which are overwritten by their gradient,
-        and the float32 array in which weight's gradient is accumulated. With larger chunks, the
-        float32 array is loaded and stored less often.
+        and the float32 array in which weight's gradient is summed over several chunks. With larger
+        chunks, the float32 array is loaded and stored less often.
       label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
         spread evenly over all classes.
       z_loss: a finite Python number of at least 0. The loss gets an additional term: ``z_loss``

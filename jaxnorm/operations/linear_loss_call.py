@@ -368,14 +368,14 @@ def call_of(
 
 def forward(call: Call, operands: Arrays) -> Arrays:
     """Return a dict with the outputs of a chunk's forward pass. `operands` maps names to arrays."""
-    results = _bind(call, [operands.get(name) for name in call.primals])
+    results = _bind(call, *[operands.get(name) for name in call.primals])
     return dict(zip(call.returns, results))
 
 
 def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
     """Return the tangents of a chunk's results, given the tangent of its logits."""
     call = call.tangent(("x",))
-    return _bind(call, [*(residuals[name] for name in call.residual_names), along])
+    return _bind(call, *[residuals[name] for name in call.residual_names], along)
 
 
 def dlogits(
@@ -388,10 +388,30 @@ def dlogits(
     """
     outputs = call.with_stats().returns[: len(cotangents)]
     call = call.backward(("x",), outputs, gradient_dtype=dtype)
-    return _bind(call, [*(residuals[name] for name in call.residual_names), *cotangents])[0]
+    return _bind(call, *[residuals[name] for name in call.residual_names], *cotangents)[0]
 
 
-def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
+def forward_and_dlogits(
+    call: Call,
+    operands: Arrays,
+    cotangents: Sequence[jax.Array],
+    dtype: np.dtype,
+    *,
+    differentiable: bool,
+) -> list[jax.Array]:
+    """Return the results of a chunk's forward pass, followed by the result of `dlogits`.
+
+    One kernel may compute all of them. It has no derivative, so two passes run if the results must
+    be `differentiable`.
+    """
+    call = call.with_gradient(dtype)
+    arrays = [*(operands[name] for name in call.primals), *cotangents]
+    if differentiable or call.spec.cols_over:
+        return call.in_two_passes(_bind, *arrays)
+    return row_operations.bind(call, *arrays)
+
+
+def _bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Bind the primitive of the pass; if the classes are sharded, run plain JAX instead."""
     if not call.spec.cols_over:
         return row_operations.bind(call, *arrays)
@@ -424,9 +444,7 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 # and 1.49 times as long as the matmul (H100, bfloat16).
 #
 # Up to d rows, a chunk's logits need no more memory than dW. They are freed before dW is cast to
-# weight's dtype, so the peak of memory does not rise. A call with 8192 rows, d = 4096 and 128256
-# classes takes 39.9 ms and 2100 MiB with chunks of 4096 rows, and 41.1 ms and 2068 MiB with chunks
-# of 2048 rows (H200).
+# weight's dtype, so the peak of memory does not rise.
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
 # Rows of a matmul's tile. The number of rows of a chunk is a multiple of it.
@@ -440,10 +458,28 @@ def chunk_rows(
     logits: np.dtype,
     factors: np.dtype,
     shards: int = 1,
+    *,
+    accumulator: int = 0,
 ) -> int:
     """Return the number of rows of a chunk; all chunks of a call have this number.
 
-    If it does not divide the number of all rows, the first two chunks overlap.
+    If it does not divide the number of all rows, the first two chunks overlap. The number is the
+    first of these that applies:
+
+    =================================  ============================================================
+    rows                               reason
+    =================================  ============================================================
+    `chunk`                            The user requested it.
+    all, if their logits and dlogits   One chunk needs no accumulator. With 8192 rows, d = 4096 and
+    are no larger than the             128256 classes, it takes 36.6 ms and 2.14 GB. Two chunks take
+    accumulator                        40.8 ms and 2.20 GB (H100).
+    max(2048, d), if their logits      More rows take more memory; fewer rows take more time to load
+    take at most 1 GiB                 and store the accumulator.
+    those whose logits take 1 GiB,     The logits of more rows would take too much memory.
+    but at least 512
+    =================================  ============================================================
+
+    dlogits are the gradients of the logits. They overwrite the logits if both have the same dtype.
 
     Args:
       chunk: the number of rows that the user requested, or None.
@@ -454,12 +490,45 @@ def chunk_rows(
       shards: number of shards of the classes. With more shards, each has fewer classes, so chunks
         of more rows take no more memory. They are faster, because devices exchange row statistics
         for each chunk.
+      accumulator: bytes of the array in which several chunks accumulate weight's gradient; 0 if
+        several chunks take no more memory for this gradient than one.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))
     d, classes = weight
+    of_logit = logits.itemsize + (factors.itemsize if factors != logits else 0)
+    if rows * classes * of_logit <= accumulator:
+        return rows
     fitting = _BYTES // (max(classes, 1) * logits.itemsize) // _TILE * _TILE
     as_weight = d * factors.itemsize // logits.itemsize
     most = min(max(fitting, _LEAST), shards * max(_MOST, as_weight))
     even = math.ceil(rows / math.ceil(rows / most))
     return min(math.ceil(even / _TILE) * _TILE, rows)
+
+
+def rows_beside_dlogits(
+    chunk: int, rows: int, logits: int, dlogits: int, accumulator: int
+) -> int | None:
+    """Return the number of rows of a chunk if the call stores the dlogits of all rows.
+
+    A call that stores all dlogits needs no accumulator, and takes one matmul for dx and one for dW.
+    The result is None if it needs more memory than a call that stores the dlogits of `chunk` rows
+    and the accumulator.
+
+    Chunks of half as many rows leave more memory for dlogits. They are still faster: forward and
+    backward pass of a log-probability with 8192 rows, d = 2048 and 128256 classes take 27.7 ms with
+    all dlogits and chunks of 1024 rows, and 29.6 ms with an accumulator and chunks of 2048 rows.
+    With d = 4096, they take 52.0 ms and 55.2 ms, both with chunks of 2048 rows (H100).
+
+    Args:
+      chunk: number of rows of a chunk if the call does not store all dlogits.
+      rows: number of all rows.
+      logits, dlogits: bytes of a row of logits, and of a row of dlogits.
+      accumulator: bytes of the array in which several chunks accumulate weight's gradient.
+    """
+    memory = accumulator + chunk * (logits + dlogits)
+    for size in (chunk, chunk // 2):
+        needed = rows * dlogits + size * logits
+        if size % _TILE == 0 and size >= _LEAST and needed <= memory:
+            return size
+    return None

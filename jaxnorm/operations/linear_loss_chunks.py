@@ -1,4 +1,4 @@
-"""The passes of the linear losses, each computed in one loop over chunks of rows.
+"""The passes of the linear losses, each computed in chunks of rows.
 
 A chunk takes up to three matmuls, which XLA computes:
 
@@ -7,16 +7,23 @@ A chunk takes up to three matmuls, which XLA computes:
     dW    += x^T @ dlogits    accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
                               beta = 1), because the loop's carry has no other use
 
+The first chunk precedes the loop and writes the array in which dW is accumulated. So this array
+need not be set to zero. A single chunk needs no such array: it writes dW in its own dtype. The
+backward pass of several chunks needs none either if it can store the dlogits of all rows. It then
+computes dx and dW by one matmul each, after the loop.
+
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
 their buffer. For log-probabilities, logits are float32: if the logits z were rounded to 16 bits,
 their differences would have errors of about 2^-9 |z|.
 
-dlogits are the gradients of the logits, in the dtype of the matmuls' operands. Their magnitude is
-that of probabilities. Multiplied by small factors, they could underflow (below 6e-8 in float16,
-below 1e-45 in float32). So all factors are applied elsewhere, in float32: 1 / n and `logits_scale`
-multiply the results of the matmuls. The loss weight or the cotangent of a row multiplies the same
-row of dx. For dW, it multiplies the same row of x before the matmul.
+dlogits are the gradients of the logits, in the dtype of the matmuls' operands. They include all
+factors: 1 / n, `logits_scale`, and the loss weight or the cotangent of a row. So the matmuls write
+dx and dW in their own dtypes, and no other pass over them is needed.
+
+In float16, small dlogits would underflow (below 6e-8). There, each row of dlogits is divided by a
+power of two, the magnitude of its factors. In float32, this magnitude multiplies the same row of
+dx. For dW, it multiplies the same row of x before the matmul.
 """
 
 import functools
@@ -39,6 +46,7 @@ from jaxnorm.operations.linear_loss_call import (
     Over,
     Reduction,
     chunk_rows,
+    rows_beside_dlogits,
 )
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
@@ -206,12 +214,20 @@ class _Chunks:
         shards = lax.axis_size(over.classes) if over.classes else 1
         # For a divergence, each row of a chunk has the logits of both the student and the teacher.
         shape = self.weight.shape[0], self.classes * (1 if self.teacher is None else 2)
-        self.chunk = chunk_rows(head.chunk, self.rows, shape, *dtypes, shards)
-        # As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
-        # gradients are not, because small ones would underflow: in a forward pass, they have not
-        # been multiplied by the loss scale yet.
-        is_narrow = self.dtype.name == "bfloat16"
-        self.summed_dtype = self.dtype if is_narrow else self.wide
+        self.chunk = chunk_rows(
+            head.chunk, self.rows, shape, *dtypes, shards, accumulator=self.accumulator
+        )
+        self.holds_dlogits = False  # True if the dlogits of all rows are stored
+        if self.kept and head.chunk is None and not recompute and self.chunk < self.rows:
+            of_teacher = 0 if self.teacher is None else self.teacher.logits_dtype.itemsize
+            size = rows_beside_dlogits(
+                self.chunk,
+                self.rows,
+                self.classes * (self.logits_dtype.itemsize + of_teacher),
+                self.classes * self.dtype.itemsize,
+                self.accumulator,
+            )
+            self.holds_dlogits, self.chunk = size is not None, size or self.chunk
 
     # --------------------------------------------------------------------------------- passes
 
@@ -220,30 +236,50 @@ class _Chunks:
         if head.reduction == "none" or not head.wrt:
             y, *rest = self.of_rows()
             return [self.weighted(y) if head.reduction == "none" else self.total(y), *rest]
-        cotangents, sizes = jnp.ones(self.rows, self.wide), None
-        is_weighted = self.where is not None and self.where.dtype != bool
-        if is_weighted or self.row_scales is not None:
-            cotangents = self.weighted(cotangents)
-            sizes = self.sizes([cotangents])
-        losses, *gradients = self.gradients([cotangents], self.scale(), sizes)
+        cotangents = self.scale() * self.weighted(jnp.ones(self.rows, self.wide))
+        losses, *gradients = self.gradients([cotangents])
         return [self.total(losses), *gradients]
 
     def backward(self) -> list[jax.Array]:
         dy, *others = self.linear
-        cotangents = [self.weighted(dy), *others]
-        return self.gradients(cotangents, jnp.ones((), self.wide), self.sizes(cotangents))
+        return self.gradients([self.weighted(dy), *others])
 
-    def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
-        """Return, for each row, the magnitude of its largest cotangent, rounded to a power of two.
+    @property
+    def accumulator(self) -> int:
+        """Bytes of the array in which several chunks accumulate weight's gradient.
 
-        Cotangents are divided by it to avoid underflow; division by a power of two is exact. If
-        ``logits_scale`` has a number for each row, the magnitude is multiplied by this number
-        before it is rounded. The result is 1 for rows with a weight of 0, and for rows whose
-        magnitude is 0 or not finite.
+        The result is 0 if one chunk would need the same memory. This is so if the gradient itself
+        has the dtype of the sum, and in float16, where the gradient is multiplied by a power of two
+        after the sum.
+        """
+        has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
+        dtype = self.gradient_dtype("weight", self.weight)
+        if not has_sum or self.dtype.name == "float16" or dtype == self.wide:
+            return 0
+        return math.prod(self.weight.shape) * self.wide.itemsize
+
+    def gradient_dtype(self, name: str, operand: jax.Array) -> np.dtype:
+        """Return the dtype of a device's part of the gradient of an operand.
+
+        As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
+        gradients are not, because small ones would underflow: in a forward pass, they have not
+        been multiplied by the loss scale yet.
+        """
+        if self.over.classes if name == "x" else self.over.rows:
+            return self.dtype if self.dtype.name == "bfloat16" else self.wide
+        return self.head.gradient_dtype(operand.dtype)
+
+    def sizes(self, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return the magnitude of each row's factors of dlogits, and the largest magnitude.
+
+        The magnitude is that of the row's largest cotangent, multiplied by the scale of the logits
+        and rounded to a power of two. Cotangents are divided by it to avoid underflow; division by
+        a power of two is exact. Masked rows, and rows whose magnitude is 0 or not finite, get the
+        largest magnitude of the other rows of all devices. It is 1 if there are no other rows.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
-        size = functools.reduce(jnp.maximum, sizes)
+        size = functools.reduce(jnp.maximum, sizes) * self.head.logits_scale
         if self.row_scales is not None:
             size = size * self.row_scales
         counts = jnp.isfinite(size) & (size > 0)
@@ -251,7 +287,12 @@ class _Chunks:
             counts &= self.counted
         info = jnp.finfo(self.wide)
         size = jnp.clip(jnp.where(counts, size, 1), info.smallest_normal, info.max / 2)
-        return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
+        size = lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
+        largest = jnp.max(jnp.where(counts, size, 0), initial=0)
+        if self.over.rows:
+            largest = lax.pmax(largest, self.over.rows)
+        largest = jnp.where(largest > 0, largest, 1)
+        return jnp.where(counts, size, largest), largest
 
     def of_rows(self) -> list[jax.Array]:
         """Return the results of all rows and, if `keeps` is set in the call, the statistics."""
@@ -273,84 +314,97 @@ class _Chunks:
             shapes["y"] = self.labels.shape
         return {name: jnp.zeros(shape, self.wide) for name, shape in shapes.items()}
 
-    def gradients(
-        self, cotangents: Sequence[jax.Array], scale: jax.Array, sizes: jax.Array | None
-    ) -> list[jax.Array]:
-        """Return `scale` times the gradients of sum(cotangents * results).
+    def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the gradients of sum(cotangents * results).
 
-        A forward pass also returns the losses of the rows, before the gradients. `sizes` has, for
-        each row, the power of two by which its cotangents are divided in the loop (see the method
-        `sizes`). None stands for 1 in all rows.
+        A forward pass also returns the losses of the rows, before the gradients.
         """
-        head = self.head
-        weight, makes_losses = self.factor, head.direction == "fwd"
-        factor = _power_of_two(head.logits_scale)
-        if factor != 1:
-            cotangents, scale = [ct / factor for ct in cotangents], scale * factor
-        of_x = of_weight = scale
-        # In the gradients of weight and bias, each row is multiplied by its share; None stands for
-        # shares of 1.
-        shares = None
-        if sizes is not None:
+        head, makes_losses = self.head, self.head.direction == "fwd"
+        given = {"x": self.x, "weight": self.weight, "bias": self.bias}
+        operands = {name: a for name, a in given.items() if a is not None}
+        dtypes = {name: self.gradient_dtype(name, a) for name, a in operands.items()}
+        sizes = shares = None
+        largest = jnp.ones((), self.wide)
+        if self.dtype.name == "float16":
+            sizes, largest = self.sizes(cotangents)
+            # In the gradients of weight and bias, each row is multiplied by its share.
+            shares = sizes / largest
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
-            largest = self.largest(sizes)
-            of_weight, shares = scale * largest, sizes / largest
+        in_one = self.chunk == self.rows or self.holds_dlogits
+        weight_dtype = dtypes["weight"] if in_one and sizes is None else self.wide
 
         def step(rows: _Rows, carry: Carry) -> Carry:
-            x = rows.of_x(self.x)
-            logits = self.product(x, weight, self.bias)
-            call = self.call(logits.shape, rows).with_stats()
-            residuals, results = self.residuals(call, rows, logits), {}
-            if makes_losses:
-                results["y"] = rows.put(carry["y"], residuals["y"])
-            dlogits = linear_loss_call.dlogits(
-                call, residuals, [*map(rows.of, cotangents)], self.dtype
-            )
+            *y, dlogits = self.dlogits(rows, cotangents)
+            results = products(rows, dlogits, carry)
+            return results | ({"y": rows.put(carry["y"], y[0])} if makes_losses else {})
+
+        def products(rows: _Rows, dlogits: jax.Array, carry: Carry) -> Carry:
+            x, results = rows.of_x(self.x), {}
             if "x" in head.wrt:
-                dx = self.dot(dlogits, weight, (1, 1), self.wide)
-                dx = of_x * (dx if sizes is None else rows.of(sizes)[:, None] * dx)
-                results["x"] = rows.put(carry["x"], dx.astype(carry["x"].dtype))
-            share = None if shares is None else rows.of(shares)[:, None]
+                dx = self.dot(
+                    dlogits, self.factor, (1, 1), dtypes["x"] if sizes is None else self.wide
+                )
+                if sizes is not None:
+                    dx = (rows.of(sizes)[:, None] * dx).astype(dtypes["x"])
+                results["x"] = rows.put(carry["x"], dx)
+            of_bias = dlogits
+            if shares is not None:
+                share = rows.of(shares)[:, None]
+                x, of_bias = share * x.astype(self.wide), share * dlogits.astype(self.wide)
+            sums = {}
             if "weight" in head.wrt:
-                x = x if share is None else share * x.astype(self.wide)
-                product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
-                results["weight"] = carry["weight"] + product
+                sums["weight"] = self.dot(x.astype(self.dtype), dlogits, (0, 0), weight_dtype)
             if "bias" in head.wrt:
-                of_rows = dlogits if share is None else share * dlogits.astype(self.wide)
-                results["bias"] = carry["bias"] + jnp.sum(of_rows, 0, dtype=self.wide)
+                sums["bias"] = jnp.sum(of_bias, 0, dtype=self.wide)
+            for name, part in sums.items():
+                results[name] = carry[name] + part if name in carry else part
             return results
 
-        dx_dtype = self.summed_dtype if self.over.classes else head.gradient_dtype(self.x.dtype)
-        empty = {
-            "y": jnp.zeros(self.rows, self.wide),
-            "x": jnp.zeros(self.x.shape, dx_dtype),
-            "weight": jnp.zeros(self.factor.shape, self.wide),
-            "bias": jnp.zeros(self.classes + self.padding, self.wide),
-        }
-        names = (*["y"] * makes_losses, *head.wrt)
-        results = self.loop(step, {name: empty[name] for name in names})
-        return [self.finished(name, results[name], of_weight) for name in names]
+        carry = {}
+        if makes_losses:
+            carry["y"] = jnp.zeros(self.rows, self.wide)
+        if "x" in head.wrt:
+            carry["x"] = jnp.zeros(self.x.shape, dtypes["x"])
+        if self.holds_dlogits:
+            dlogits = self.dlogits_of_all_rows(cotangents)
+            results = products(_Rows(self, jnp.int32(0), self.rows), dlogits, carry)
+        else:
+            results = self.loop(step, carry, starts_sums=head.wrt != ("x",))
 
-    def largest(self, sizes: jax.Array) -> jax.Array:
-        """Return the maximum of `sizes` over the rows of all devices, without masked rows.
+        def finished(name: str) -> jax.Array:
+            if name in carry:
+                return results[name]
+            a = results.get(name)
+            if a is None:  # There are no rows.
+                return jnp.zeros(operands[name].shape, dtypes[name])
+            a = lax.slice_in_dim(a, 0, self.classes, axis=-1)
+            return (a if sizes is None else largest * a).astype(dtypes[name])
 
-        The result is 1 if all rows are masked.
+        return [finished(name) for name in (*["y"] * makes_losses, *head.wrt)]
+
+    def dlogits(self, rows: "_Rows", cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return a list that ends with the dlogits of a chunk.
+
+        If the call has no saved results, the list begins with the chunk's results.
         """
-        counts = jnp.ones_like(sizes) if self.counted is None else self.counted
-        largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
-        if self.over.rows:
-            largest = lax.pmax(largest, self.over.rows)
-        return jnp.where(largest > 0, largest, 1)
+        logits = self.product(rows.of_x(self.x), self.factor, self.bias)
+        call = self.call(logits.shape, rows)
+        cotangents = [*map(rows.of, cotangents)]
+        if self.kept:
+            residuals = self.residuals(call.with_stats(), rows, logits)
+            return [linear_loss_call.dlogits(call, residuals, cotangents, self.dtype)]
+        return linear_loss_call.forward_and_dlogits(
+            call, rows.operands(logits), cotangents, self.dtype, differentiable=self.recompute
+        )
 
-    def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """Multiply the gradient of weight or bias by `scale`, and cast it for the sum over devices.
+    def dlogits_of_all_rows(self, cotangents: Sequence[jax.Array]) -> jax.Array:
+        """Return the dlogits of all rows. Only the logits of one chunk are in memory at a time."""
 
-        Other results are returned unchanged.
-        """
-        if name not in ("weight", "bias"):
-            return gradient
-        gradient = scale * lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
-        return gradient.astype(self.summed_dtype) if self.over.rows else gradient
+        def step(rows: _Rows, carry: Carry) -> Carry:
+            return {"dlogits": rows.put(carry["dlogits"], self.dlogits(rows, cotangents)[-1])}
+
+        shape = self.rows, self.classes + self.padding
+        return self.loop(step, {"dlogits": lax.empty(shape, self.dtype)})["dlogits"]
 
     def tangent(self) -> list[jax.Array]:
         """Compute the tangents of the rows' results from the tangents of the operands."""
@@ -427,9 +481,11 @@ class _Chunks:
         The sums are float32 (or float64) and are rounded once, to `dtype`.
         """
         axes = ((over[:1], over[1:]), ((), ()))
-        return lax.dot_general(
-            a, b, axes, precision=self.head.precision, preferred_element_type=dtype
+        wide = max(dtype, a.dtype, key=lambda dtype: dtype.itemsize)  # as `lax` requires
+        result = lax.dot_general(
+            a, b, axes, precision=self.head.precision, preferred_element_type=wide
         )
+        return result.astype(dtype)
 
     def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
         """Return the static description of the loss that is computed from a chunk's logits.
@@ -460,28 +516,35 @@ class _Chunks:
 
     # ------------------------------------------------------------------------------- the loop
 
-    @property
-    def overlaps(self) -> bool:
-        return self.rows % self.chunk > 0
+    def loop(
+        self,
+        step: Callable[["_Rows", Carry], Carry],
+        carry: Carry,
+        *,
+        starts_sums: bool = False,
+    ) -> Carry:
+        """Run all chunks, and return the carry after the last one.
 
-    def loop(self, step: Callable[["_Rows", Carry], Carry], carry: Carry) -> Carry:
-        """Run the loop over the chunks, and return the carry after the last one.
-
-        ``step(rows, carry)`` processes one chunk and returns the next carry.
+        ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums`, the
+        first step adds arrays to the carry. The first chunk then precedes the loop.
         """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
             return carry
         count = math.ceil(self.rows / self.chunk)
 
-        def body(i: jax.Array, carry: Carry) -> Carry:
-            return step(_Rows(self, i), carry)
+        def body(i: jax.Array, carry: Carry, *, in_loop: bool = True) -> Carry:
+            def run(i: jax.Array, carry: Carry) -> Carry:
+                return step(_Rows(self, i), carry)
 
-        if self.recompute:
-            body = jax.checkpoint(body, prevent_cse=count == 1)
-        if count == 1:
-            return body(jnp.int32(0), carry)
-        return lax.fori_loop(0, count, body, carry)
+            return (jax.checkpoint(run, prevent_cse=not in_loop) if self.recompute else run)(
+                i, carry
+            )
+
+        first = int(starts_sums or count == 1)
+        if first:
+            carry = body(jnp.int32(0), carry, in_loop=False)
+        return lax.fori_loop(first, count, body, carry) if first < count else carry
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Cast an array of the loop's initial carry to the type that `step` returns.
@@ -525,12 +588,13 @@ class _Rows:
     need aligned addresses, so the slices are copied.
     """
 
-    def __init__(self, chunks: _Chunks, index: jax.Array):
-        size, short = chunks.chunk, -chunks.rows % chunks.chunk
+    def __init__(self, chunks: _Chunks, index: jax.Array, size: int | None = None):
+        size = size or chunks.chunk
+        short = -chunks.rows % size
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
-        self.chunks = chunks
+        self.chunks, self.overlaps = chunks, short > 0
         own = self.of(chunks.counted) if chunks.counted is not None else None
-        if chunks.overlaps:
+        if self.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
         # A mask: False for rows that the user masks, and for rows that the next chunk has, too.
@@ -572,7 +636,7 @@ class _Rows:
 
     def of(self, a: jax.Array) -> jax.Array:
         part = lax.dynamic_slice_in_dim(a, self.start, self.size)
-        return launching.own_buffer(part) if self.chunks.overlaps else part
+        return launching.own_buffer(part) if self.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """Return this chunk's rows of x, with zeros in masked rows.
@@ -583,7 +647,7 @@ class _Rows:
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        part = launching.own_buffer(part) if self.chunks.overlaps else part
+        part = launching.own_buffer(part) if self.overlaps else part
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
 
 
@@ -594,16 +658,6 @@ def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
     """Append axes of size 1 to `of_rows`, so that it broadcasts against `a`."""
     return of_rows.reshape(*of_rows.shape, *[1] * (a.ndim - of_rows.ndim))
-
-
-def _power_of_two(scale: float) -> float:
-    """Return the largest power of two that is at most `scale`; multiplying by it is exact.
-
-    The result is limited to 2^-100 ... 2^100, so that numbers near 1 stay finite if they are
-    multiplied or divided by it.
-    """
-    _, exponent = math.frexp(scale)
-    return 2.0 ** max(-100, min(exponent - 1, 100))
 
 
 def _inverse(total: jax.Array) -> jax.Array:

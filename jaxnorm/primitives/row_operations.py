@@ -55,6 +55,8 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
         return _with_dh_added_outside(call, bind)
+    if call.spec.returns_both and not _has_one_kernel(ctx, call, platforms):
+        return functools.partial(call.in_two_passes, bind)
     is_plain = call.spec.plain or _is_scattered(call)
     name = "xla" if is_plain else _chosen_implementation(ctx, call, platforms)
     axes = ctx.module_context.axis_context
@@ -91,6 +93,16 @@ def _is_scattered(call: Call) -> bool:
     """
     name = call.implementation
     return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered
+
+
+def _has_one_kernel(ctx: Any, call: Call, platforms: Sequence[str]) -> bool:
+    """Return True if the call's implementation has one kernel for the forward and backward pass."""
+    if not auto_axes.are_whole(ctx.module_context.axis_context):
+        return False
+    name: str = call.implementation or _chosen_implementation(ctx, call, platforms)
+    implementation = backends.implementation(name)
+    is_supported = implementation.why_unsupported(call.as_seen_by(name)) is None
+    return implementation.both is not None and is_supported
 
 
 def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:

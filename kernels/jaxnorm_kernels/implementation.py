@@ -155,6 +155,8 @@ class Implementation(NamedTuple):
       tangent: takes the tangents of the operands, where None stands for 0, and returns the tangents
         of the results. For a plain norm, the tangent of h is the tangent of x. Only the xla
         implementation has this function.
+      both: takes operands and cotangents, and returns results and gradients: the forward and the
+        backward pass in one kernel. Only the mosaic implementation has this function.
     """
 
     forward: Callable[[Operands, Spec], Results]
@@ -165,3 +167,4 @@ class Implementation(NamedTuple):
     platforms: Callable[[], tuple[str, ...] | None] = _none
     caveat: Callable[[Spec], str | None] = _none
     tangent: Callable[[Residuals, Operands, Spec], Results] | None = None
+    both: Callable[[Operands, Results, Spec], tuple[Results, Operands]] | None = None

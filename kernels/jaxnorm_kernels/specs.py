@@ -240,7 +240,9 @@ class Spec:
         pass takes an extra cotangent of x and adds it to dx, and the tangent of h is that of x.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
-        requested (direction ``"bwd"``). A kernel may also return other gradients.
+        requested (direction ``"bwd"``). A kernel may also return other gradients. A forward pass
+        with ``wrt`` of ``("x",)`` is the forward and the backward pass of a loss in one: it also
+        takes the cotangents of `outputs`, and returns the gradient of x.
       axes: the normalised axes of the arrays. Kernels always get arrays whose last axis is
         normalised, or the middle axis if `inner` is set; only the xla implementation gets other
         axes.
@@ -439,6 +441,11 @@ class Spec:
         their tangents, and the backward pass takes their cotangents.
         """
         return not set(self.statistics).isdisjoint(self.outputs)
+
+    @functools.cached_property
+    def returns_both(self) -> bool:
+        """True if the pass is the forward and the backward pass of a loss in one."""
+        return self.direction == "fwd" and bool(self.wrt)
 
     @functools.cached_property
     def returns_tables(self) -> bool:

@@ -49,26 +49,29 @@ def compiled(
         ("none", ROWS, CHUNKS),
         ("log_prob", ROWS, CHUNKS),
         ("mean", 8000, {"chunk": 768}),
+        ("mean", ROWS, {"chunk": 4096}),
     ],
-    ids=["mean", "none", "log_prob", "rows that chunks do not divide"],
+    ids=["mean", "none", "log_prob", "rows that chunks do not divide", "two chunks"],
 )
 def test_products(compiler: Compiler, reduction, rows, options):
     """A loss and its gradients take 3 matmuls, or 4 if the loss has no reduction.
 
-    The matmul that computes the weight's gradient adds its result in place to the gradient of
-    earlier chunks.
+    In the loop, the matmul that computes the weight's gradient adds its result in place to the
+    gradient of earlier chunks.
     """
     program = compiled(compiler, reduction, rows, **options)
     text = program.as_text()
     products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
-    assert len(products) == (3 if reduction == "mean" else 4)
+    # The first chunk precedes the loop, so its three matmuls are in the program twice.
+    assert len(products) == 2 * 3 + (reduction != "mean")
     (accumulating,) = (line for line in products if '"beta":1' in line)
     assert f"f32[{D},{V}]" in accumulating.split(" custom-call(")[0]
     assert "output_to_operand_aliasing={{0}: (2, {})}" in accumulating
-    # In a loop, only this matmul writes an array of the weight's size.
+    # In the loop, only this matmul writes an array of the weight's size. If only one chunk follows
+    # the first one, XLA removes the loop.
     computations = dict(_computations(text))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
-    assert len(bodies) == (1 if reduction == "mean" else 2)
+    assert len(bodies) == (rows > 2 * options["chunk"]) * (1 if reduction == "mean" else 2)
     made = [
         line
         for body in bodies
@@ -76,10 +79,10 @@ def test_products(compiler: Compiler, reduction, rows, options):
         if opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
         and _elements(kind) >= D * V
     ]
-    assert len(made) == 1, made
+    assert len(made) == (1 if bodies else 0), made
     # For log-probabilities, the logits are float32 and exist at the same time as their 16-bit
     # gradient.
-    chunk = LOGITS / 4 * (3 if reduction == "log_prob" else 1)
+    chunk = 2 * options["chunk"] * V * (3 if reduction == "log_prob" else 1)
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + chunk
 
 
@@ -87,27 +90,34 @@ def test_dlogits_take_the_logits_place(compiler: Compiler):
     """Gradients overwrite arrays: the logits, and the weight if it is donated."""
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
-    assert sum("output_to_operand_aliasing" in line for line in calls) == 1
+    # One kernel is in the loop, and one precedes it.
+    assert sum("output_to_operand_aliasing" in line for line in calls) == 2
     workspace = 2**26  # bytes for cuBLAS's own memory, and for arrays with one number per row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
 
 
-def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
-    """A chunk of the default size needs no more memory than a smaller chunk.
+def test_one_chunk_takes_the_memory_of_the_sum(compiler: Compiler):
+    """By default, one chunk has all rows if it needs no more memory than smaller chunks.
 
-    Here, a chunk of the default size has as many rows as the weight.
+    Smaller chunks need a float32 array for the sum of the weight's gradient. One chunk does not:
+    its matmuls write bfloat16 gradients.
     """
-    default, fewer = (
-        compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes
-        for options in ({}, CHUNKS)
-    )
-    assert default <= 1.03 * fewer
+    default, fewer = (compiled(compiler, "mean", **options) for options in ({}, CHUNKS))
+    ours, most = (each.memory_analysis().temp_size_in_bytes for each in (default, fewer))
+    assert ours <= most
+    text = default.as_text()
+    assert text.count('custom_call_target="__cublas') == 3
+    kernels = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+    assert ["jaxnorm_cross_entropy_both" in kernel for kernel in kernels] == [True]
+    assert "while(" not in text
+    assert f"f32[{D},{V}]" not in text
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementation):
     """The weight is padded once, before the loop. In the loop, nothing is padded or sliced."""
-    program = compiled(compiler, "mean", classes=50257, implementation=implementation)
+    options = {"classes": 50257, "implementation": implementation, "chunk": D}
+    program = compiled(compiler, "mean", 3 * D, **options)
     computations = dict(_computations(program.as_text()))
     (body,) = re.findall(r"body=%?([\w.\-]+)", program.as_text())
     made = [

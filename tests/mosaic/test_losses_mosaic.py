@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.sharding import PartitionSpec
 from log_prob_cases import LogProbs
 from loss_cases import CrossEntropy, operands
 from reference import assert_within, exact
@@ -20,6 +22,7 @@ from specs import build_spec, changed
 import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.cross_entropy.forward import choose
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule as Parts
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossForwardSchedule
@@ -74,6 +77,19 @@ def of_backward(x, results, stats, cotangents):
 
 
 @functools.lru_cache(maxsize=8)
+def in_one_kernel(spec, schedule=None):
+    """Return a function that runs both passes in one kernel. The gradient overwrites the logits."""
+    spec = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=spec.x_dtype)
+
+    def both(x, labels, d, positions=None):
+        operands = Operands(x, labels=labels, positions=positions)
+        results, gradients = mosaic.both(operands, Results(d), spec, schedule=schedule)
+        return results.y, gradients.x
+
+    return jax.jit(both)
+
+
+@functools.lru_cache(maxsize=8)
 def forward_and_backward(spec, schedule=None, parts=PARTS, overwrites=False):
     """Return a function of logits, labels, cotangents and (if the spec has them) positions.
 
@@ -96,8 +112,22 @@ def cotangents(op, d):
     return (d, jnp.flip(d) - 0.3)[: LOSSES[op].results]
 
 
-def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **options):
-    """Run both passes in the interpreter and assert that the results are within their bounds."""
+def check(
+    op,
+    x,
+    labels,
+    d,
+    positions=None,
+    *,
+    program=forward_and_backward,
+    schedule=None,
+    padding=0,
+    **options,
+):
+    """Run both passes in the interpreter and assert that the results are within their bounds.
+
+    ``program(spec, schedule)`` returns the function that runs both passes.
+    """
     rows, classes = x.shape
     has = {"has_positions": positions is not None, "padding": padding}
     spec = make_spec(op, rows, classes + padding, x.dtype, **has, **options)
@@ -107,7 +137,7 @@ def check(op, x, labels, d, positions=None, *, schedule=None, padding=0, **optio
     d = cotangents(op, d)
     arrays = [a for a in (wide, labels, *d, positions) if a is not None]
     with mosaic.interpreted():
-        *results, dx = forward_and_backward(spec, schedule)(*arrays)
+        *results, dx = program(spec, schedule)(*arrays)
     assert not dx[:, classes:].any()
     given = {"positions": positions, "dtype": x.dtype.name}
     expected = LOSSES[op].reference(x, labels, **given, **options)
@@ -150,6 +180,89 @@ def test_values(op, cols, dtype, schedule, options):
     odd, the test has nine rows. Together, these rows start at all offsets.
     """
     check(op, *operands((9 if cols % 2 else 2, cols), dtype), schedule=schedule, **options)
+
+
+@pytest.mark.parametrize(
+    ("cols", "padding", "dtype", "schedule", "options"),
+    [
+        (4096, 0, "bfloat16", LossForwardSchedule(2), {}),
+        (4096, 0, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
+        (2056, 0, "float16", LossForwardSchedule(1, warpgroups=2), {"z_loss": 0.1}),
+        (3000, 0, "float32", LossForwardSchedule(2), SMOOTHED),
+        (4089, 7, "bfloat16", None, {}),
+        (2047, 1, "float32", LossForwardSchedule(1, warpgroups=2), CAPPED),
+        (1025, 7, "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
+        (16384, 0, "bfloat16", None, {}),
+    ],
+    ids=str,
+)
+def test_one_kernel(cols, padding, dtype, schedule, options):
+    """The kernel of both passes is accurate. Masked rows have a loss and a gradient of 0."""
+    x, labels, d = operands((3, cols), dtype)
+    given = {"program": in_one_kernel, "schedule": schedule, "padding": padding, **options}
+    check(CE, x, labels.at[0].set(cols - 1), d, **given)
+    positions = jnp.array([True, False, True])
+    check(CE, x, labels.at[1].set(-1), d, positions, **given)
+
+
+def test_one_kernel_is_both_passes():
+    """The kernel of both passes returns the results of two kernels, for rows of all kinds.
+
+    The gradient may have another dtype than the logits.
+    """
+    x, labels, d = operands((8, 1032), "float32")
+    labels = labels.at[0].set(-1).at[1].set(1032).at[2].set(-100)
+    x = x.at[2].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf)
+    x = x.at[5].set(0).at[5, (labels[5] + 1) % 1032].set(1e4).at[6].set(-jnp.inf)
+    x = x.at[6, labels[6]].set(2)
+    positions = jnp.arange(8) != 2
+    spec = make_spec(CE, 8, 1032, "float32", has_positions=True)
+    with mosaic.interpreted():
+        loss, dx = in_one_kernel(spec)(x, labels, d.at[2].set(jnp.nan), positions)
+        expected, *_, gradient = forward_and_backward(spec)(x, labels, d, positions)
+    np.testing.assert_array_equal(loss, expected)
+    np.testing.assert_allclose(dx, gradient, rtol=1e-6)
+    one = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=BF16)
+    with mosaic.interpreted():
+        operands_ = Operands(x, labels=labels, positions=positions)
+        other = mosaic.both(operands_, Results(d), one)[1].x
+    np.testing.assert_allclose(other.astype(F32), dx, rtol=2**-8)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_loss_in_one_kernel(reduction, sharded):
+    """One kernel computes the losses and the gradient of a chunk's logits."""
+    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((1, 6, 16), (1, 16, 1001))]
+    labels, where = jnp.arange(6), jnp.arange(6) != 2
+
+    def program(implementation):
+        def loss(x, weight):
+            losses = jaxnorm.linear_softmax_cross_entropy(
+                *(x[0], weight[0], labels),
+                where=where,
+                reduction=reduction,
+                chunk=4,
+                implementation=implementation,
+            )
+            return jnp.sum(losses)[None]
+
+        def step(*arrays):
+            loss_, vjp = jax.vjp(loss, *arrays)
+            return loss_, *vjp(loss_)
+
+        if sharded:
+            mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+            specs = PartitionSpec("devices")
+            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
+        return jax.jit(step)
+
+    kernels = {"mosaic": ["both"], None: ["both"], "xla": []}
+    for implementation, expected in kernels.items():
+        lowered = program(implementation).trace(*arrays).lower(lowering_platforms=("cuda",))
+        names = re.findall(r"jaxnorm_cross_entropy_(\w+)_mosaic_gpu", lowered.as_text())
+        # With reduction "none", the losses come from a forward pass before.
+        assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -264,6 +377,12 @@ def test_no_races(op):
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
             forward_and_backward(make_spec(op, 2, cols, dtype))(x, labels, *cotangents(op, d))
         assert not interpret_pallas_call.get_races().races_found
+    if op == CE:
+        x, labels, d = operands((2, 2048), "bfloat16")
+        schedule = LossForwardSchedule(1, warpgroups=2)
+        with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+            in_one_kernel(make_spec(op, 2, 2048, BF16), schedule)(x, labels, d)
+        assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.parametrize("cols", [128, 131, 1000, 4099, 32768, 50257, 128256])
@@ -292,6 +411,11 @@ def test_schedules():
     assert choose(make_spec(CE, 5, 128256, BF16), HOPPER) == LossForwardSchedule(2, 4)
 
 
+def both_spec(op, cols):
+    spec = make_spec(op, 8, cols, BF16)
+    return changed(spec, want_stats=False, wrt=("x",), gradient_dtype=BF16)
+
+
 @each_loss
 def test_what_the_kernels_refuse(op):
     refusals = {
@@ -300,10 +424,13 @@ def test_what_the_kernels_refuse(op):
         "float64": make_spec(op, 8, 1000, np.float64),
         "size 0": make_spec(op, 0, 1000, BF16),
         "number blocks": changed(make_spec(op, 2**26, 2**18, BF16), direction="bwd"),
+        "multiples of 16 bytes" if op == CE else "only its cross-entropy": both_spec(op, 1001),
+        "L2 cache" if op == CE else "only its cross-entropy ": both_spec(op, 2**18),
     }
     for words, spec in refusals.items():
         assert words in mosaic.why_unsupported(spec)
     assert mosaic.why_unsupported(make_spec(op, 8, 1000, BF16)) is None
+    assert (mosaic.why_unsupported(both_spec(op, 128256)) is None) == (op == CE)
     for dtype in ("bfloat16", "float32"):
         function = LOSSES[op].function
         plan = jaxnorm.implementation_for(function, (8192, 50257), dtype, platform="cuda")
@@ -389,6 +516,10 @@ def test_registers(cols, dtype, op, options, registers, compiler):
     assert (forward.spilled, backward.spilled) == (0, 0)
     assert forward.registers <= registers
     assert backward.registers <= 96
+    one = both_spec(op, cols)
+    if mosaic.why_unsupported(one) is None:
+        (kernel,) = compiler.compile(in_one_kernel(spec), types_of(spec))
+        assert (kernel.spilled, kernel.registers <= 128) == (0, True)
 
 
 @pytest.mark.compiles
@@ -438,6 +569,36 @@ def test_a_slice_that_begins_anywhere_is_copied(compiler):
 
 
 # ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-4}, SMOOTHED, CAPPED], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "cols", "padding"),
+    [(512, 50257, 7), (2048, 128256, 0), (300, 131, 5), (3000, 4096, 0)],
+)
+def test_one_kernel_on_a_gpu(rows, cols, padding, dtype, options):
+    """One kernel returns the loss of the forward kernel and the gradient of the backward kernel.
+
+    The gradient overwrites the logits.
+    """
+    x, labels, d = operands((rows, cols), dtype)
+    x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=jnp.finfo(dtype).max)
+    positions = jnp.arange(rows) % 7 != 3
+    options = {**options, "has_positions": True, "padding": padding}
+    spec = make_spec(CE, rows, cols + padding, dtype, **options)
+    if mosaic.why_unsupported(changed(spec, want_stats=False, wrt=("x",), gradient_dtype=x.dtype)):
+        return  # Rows of 128256 float32 numbers are too long for the L2 cache.
+    loss, dx = in_one_kernel(spec)(x, labels, d, positions)
+    expected, *_, gradient = forward_and_backward(spec, parts=Parts(4))(x, labels, d, positions)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    roundoff = float(jnp.finfo(dtype).eps)
+    of_row = np.abs(exact(d))[:, None]
+    error = np.abs(exact(dx) - exact(gradient))
+    assert np.all(error <= 2 * roundoff * np.abs(exact(gradient)) + 1e-6 * of_row)
+    assert not dx[3::7].any()
+    assert not dx[:, cols:].any()
 
 
 @pytest.mark.gpu

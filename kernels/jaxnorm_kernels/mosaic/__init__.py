@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
+from jaxnorm_kernels.mosaic.cross_entropy.both import cross_entropy_both
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
 from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import kl_divergence_bwd, kl_divergence_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
@@ -74,6 +75,20 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
     return kernel(residuals, cotangents, spec, **schedule)
 
 
+def both(
+    operands: Operands, cotangents: Results, spec: Spec, **schedule: Any
+) -> tuple[Results, Operands]:
+    """Run the forward and the backward pass of a loss in one kernel."""
+    return cross_entropy_both(operands, cotangents, spec, **schedule)
+
+
 IMPLEMENTATION = Implementation(
-    forward, backward, why_unsupported, why_not_default, takes_inner, platforms, caveat
+    forward,
+    backward,
+    why_unsupported,
+    why_not_default,
+    takes_inner,
+    platforms,
+    caveat,
+    both=both,
 )

@@ -1,7 +1,8 @@
 """Reasons why the kernels cannot run a call, or why the default implementation leaves it to XLA."""
 
 from jaxnorm_kernels.launching import local_capability
-from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule
+from jaxnorm_kernels.mosaic.cross_entropy import both
+from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule, units_of
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
@@ -38,6 +39,19 @@ _CANNOT: Table = (
             and s.is_loss
             and s.rows * LossBackwardSchedule().parts(s) > _MAX_ROWS
         ),
+    ),
+    (
+        "only its cross-entropy has one kernel for the forward and the backward pass",
+        lambda s: s.returns_both and s.op != "cross_entropy",
+    ),
+    (
+        "its kernel for the forward and the backward pass takes rows in multiples of 16 bytes",
+        lambda s: s.returns_both and units_of(s).has_edges,
+    ),
+    (
+        "its kernel for the forward and the backward pass takes rows of at most "
+        f"{both.MOST_BYTES} bytes, because it reads them from the L2 cache the second time",
+        lambda s: s.returns_both and s.cols * s.x_dtype.itemsize > both.MOST_BYTES,
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (

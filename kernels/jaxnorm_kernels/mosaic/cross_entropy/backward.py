@@ -53,11 +53,11 @@ def cross_entropy_bwd(
         [residuals.saved],
         residuals.labels,
         numbers,
-        functools.partial(_gradient, spec),
+        functools.partial(gradient, spec),
     )
 
 
-def _gradient(
+def gradient(
     spec: Spec,
     x: jax.Array,
     unit: Unit,

@@ -73,22 +73,24 @@ _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
 # Number of columns that a thread adds up in one step of the loop over a row. With this number, a
 # thread needs at most 64 registers, so an SM runs 1024 threads. Together, these have 32 KiB of
 # loads in flight.
-_COLUMNS = 16
+COLUMNS = 16
 
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     """Choose the schedule of a forward pass."""
-    units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
-    # With a third sum or with tanh, a thread needs 80 registers. With blocks of 512 threads, an SM
-    # would not have enough registers for two blocks.
-    takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
-    most = 2 if takes_80 else _MOST_WARPGROUPS
+    # With 80 registers per thread, an SM does not have enough registers for two blocks of 512
+    # threads.
+    most = 2 if takes_80_registers(spec) else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
-    step = max(1, _COLUMNS // units.vector)
-    return LossForwardSchedule(min(step, max(1, units.count // warpgroups)), warpgroups)
+    return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups)
+
+
+def takes_80_registers(spec: Spec) -> bool:
+    """Return True if a thread needs 80 registers: with a third sum, or with tanh."""
+    return sums_of(spec) > 2 or spec.loss.logit_softcap is not None
 
 
 def cross_entropy_fwd(
@@ -104,14 +106,14 @@ def cross_entropy_fwd(
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
     compute = functools.partial(_row, spec, schedule)
-    y, *rest = launch_forward(spec, schedule, arrays, compute, results=results, sums=_sums(spec))
+    y, *rest = launch_forward(spec, schedule, arrays, compute, results=results, sums=sums_of(spec))
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))
     entropy, *stats = rest
     return Results(y, entropy=entropy, stats=tuple(stats))
 
 
-def _sums(spec: Spec) -> int:
+def sums_of(spec: Spec) -> int:
     """Return the number of arrays in a `Sums` tuple: two or three."""
     return 2 + (bool(spec.loss.label_smoothing) or spec.returns_entropy)
 
@@ -125,6 +127,23 @@ def _row(
     gather: Callable[..., list[jax.Array]],
 ) -> None:
     x, labels, *positions = operands
+    _, reduce = reduction(spec, schedule, row, x, labels, gather)
+    zeros = [0.0] * (1 + spec.returns_entropy)
+    store_row(row, results, positions, reduce, [*zeros, 0.0, -jnp.inf])
+
+
+def reduction(
+    spec: Spec,
+    schedule: LossForwardSchedule,
+    row: Any,
+    x: Ref,
+    labels: Ref,
+    gather: Callable[..., list[jax.Array]],
+) -> tuple[jax.Array, Callable[[], list[jax.Array]]]:
+    """Start to load a row. Return its label, and a function that returns the row's results.
+
+    The results include the statistics m and log(s).
+    """
     steps = Steps(units_of(spec), schedule, row)
     # Start the slowest loads first: the label's logit waits for the label.
     label = read_label(labels, row)
@@ -137,7 +156,7 @@ def _row(
         if spec.loss.label_smoothing:
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
-        nothing: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(spec) - 1))
+        nothing: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (sums_of(spec) - 1))
         read = functools.partial(load_units, ref=x, row=row)
         add = functools.partial(_add, label=label, r=r, spec=spec)
         parts = gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
@@ -145,8 +164,7 @@ def _row(
         sums = _merge(parts, spec)
         return _finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec)
 
-    zeros = [0.0] * (1 + spec.returns_entropy)
-    store_row(row, results, positions, reduce, [*zeros, 0.0, -jnp.inf])
+    return label, reduce
 
 
 def _add(

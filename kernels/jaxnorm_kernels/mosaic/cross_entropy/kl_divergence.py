@@ -119,12 +119,10 @@ def _of_teacher(spec: Spec) -> Spec:
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     """Choose the schedule of a forward pass."""
-    units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     row = spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
     warpgroups = 1 << min(max(1, row // share), _MOST_WARPGROUPS).bit_length() - 1
-    step = max(1, _COLUMNS // units.vector)
-    return LossForwardSchedule(min(step, max(1, units.count // warpgroups)), warpgroups)
+    return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups)
 
 
 def kl_divergence_fwd(

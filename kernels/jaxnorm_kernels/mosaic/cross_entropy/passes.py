@@ -2,7 +2,8 @@
 
 The forward pass reads a row once, in a loop over steps, and reduces it to a few numbers. In the
 backward pass, an element of the gradient does not depend on other elements of the row. So each
-block processes a part of a row, and the gradient may overwrite the logits.
+block processes a part of a row, and the gradient may overwrite the logits. The module `both`
+combines the two passes in one kernel.
 """
 
 import dataclasses
@@ -60,6 +61,12 @@ class LossForwardSchedule:
 
     units: int
     warpgroups: int = 1
+
+    @classmethod
+    def of(cls, units: Units, columns: int, warpgroups: int) -> "LossForwardSchedule":
+        """Return a schedule for rows of `units`. A thread processes `columns` columns per step."""
+        step = max(1, columns // units.vector)
+        return cls(min(step, max(1, units.count // warpgroups)), warpgroups)
 
 
 class Steps(NamedTuple):
@@ -162,27 +169,39 @@ def launch_forward(
 ) -> tuple[jax.Array, ...]:
     """Launch one block per row. Return `results` arrays, each with one float32 number per row.
 
+    If the backward pass is part of the kernel, the gradient of x precedes these arrays.
+
     Args:
+      arrays: the operands. The first one is x.
       compute: ``compute(row, operands, results, gather)`` processes one row. `operands` and
         `results` are refs. `gather` collects the sums of all warps that share the row.
       sums: the number of sums of each warp.
     """
     gather = Gather(schedule.warpgroups, values=sums)
+    scratch_types = gather.scratch()
+    outputs: list[tuple[tuple[int, ...], np.dtype]] = [((spec.rows,), _F32)] * results
+    overwritten = int(spec.returns_both and spec.overwrites_x)
+    if spec.returns_both and not overwritten:
+        outputs = [((spec.rows, spec.cols), spec.dx_dtype), *outputs]
 
     def body(*refs: Ref) -> None:
-        operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        result_refs, scratch = refs[:results], refs[results:]
+        last = len(refs) - len(scratch_types)
+        operand_refs, scratch = refs[: len(arrays)], refs[last:]
+        result_refs = refs[len(arrays) : last]
+        if len(result_refs) < results + spec.returns_both:  # The gradient overwrites x.
+            result_refs = (operand_refs[0], *result_refs)
         row = lax.axis_index(BLOCK)
         compute(row, operand_refs, result_refs, functools.partial(gather, scratch))
 
     return launch(
         body,
         arrays,
-        name=f"jaxnorm_{spec.op}_fwd",
-        outputs=[((spec.rows,), _F32)] * results,
+        name=f"jaxnorm_{spec.op}_{'both' if spec.returns_both else 'fwd'}",
+        outputs=outputs,
+        overwritten=overwritten,
         blocks=spec.rows,
         warpgroups=schedule.warpgroups,
-        scratch=gather.scratch(),
+        scratch=scratch_types,
     )
 
 
@@ -197,19 +216,36 @@ def store_row(
 
     `positions` is a list with the mask of positions, or an empty list if there is no mask.
     """
+    run_unmasked(
+        row,
+        positions,
+        lambda: store_results(row, results, reduce()),
+        lambda: store_results(row, results, otherwise),
+    )
 
-    def write(values: Sequence[Any]) -> None:
-        @pl.when(lax.axis_index(WARPGROUP) == 0)
-        def _() -> None:
-            for ref, value in zip(results, values):
-                store(ref.at[row], jnp.float32(value))
 
+def run_unmasked(
+    row: Any,
+    positions: Sequence[Ref],
+    run: Callable[[], None],
+    otherwise: Callable[[], None],
+) -> None:
+    """Call `run`, or `otherwise` if the row's position is masked; see `store_row`."""
     if not positions:
-        write(reduce())
+        run()
         return
     counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
-    pl.when(counts)(lambda: write(reduce()))
-    pl.when(jnp.logical_not(counts))(lambda: write(otherwise))
+    pl.when(counts)(run)
+    pl.when(jnp.logical_not(counts))(otherwise)
+
+
+def store_results(row: Any, results: Sequence[Ref], values: Sequence[Any]) -> None:
+    """Store a number in each of `results`, at the index of the row."""
+
+    @pl.when(lax.axis_index(WARPGROUP) == 0)
+    def _() -> None:
+        for ref, value in zip(results, values):
+            store(ref.at[row], jnp.float32(value))
 
 
 def read_label(labels: Ref, row: Any) -> jax.Array:
@@ -286,17 +322,7 @@ def launch_backward(
             label = None if labels is None else read_label(others[0], row)
             values = [load(ref.at[row], None) for ref in others[labels is not None :]]
             has_entry = values[1] != -jnp.inf
-
-            shape, layout = of_block[0].shape, of_block[0].layout
-            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            columns = flat_index(shape, layout)  # indices relative to a unit's first column
-            of_units: list[list[Label]] = [[] for _ in of_block]
-            if label is not None:
-                of_units = [[Label(label, unit.has(label))] for unit in of_block]
-            for unit, of_label, *elements in zip(of_block, of_units, *raw):
-                wide = [widen(value, layout) for value in elements]
-                of_unit = functools.partial(gradient, *wide, unit, columns, *of_label, values)
-                unit.store(dx, row, lax.cond(has_entry, of_unit, lambda: zero))
+            store_gradient(of_block, raw, dx, row, label, values, gradient, has_entry)
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
         if of_rows.has_edges:
@@ -311,3 +337,36 @@ def launch_backward(
         blocks=spec.rows * parts,
     )
     return Operands(dx)
+
+
+def store_gradient(
+    units: Sequence[Unit],
+    raw: Sequence[Sequence[jax.Array]],
+    dx: Ref,
+    row: Any,
+    label: jax.Array | None,
+    numbers: Sequence[jax.Array],
+    gradient: Callable[..., jax.Array],
+    has_entry: jax.Array | None,
+) -> None:
+    """Store dx of some units of a row.
+
+    Args:
+      raw: the units' elements of each array of logits.
+      dx: the gradient of all rows.
+      label: the row's label, or None if there are no labels.
+      numbers, gradient: see `launch_backward`. `numbers` has the values of this row.
+      has_entry: False if dx is 0 because the row is masked. None if the row is not masked.
+    """
+    shape, layout = units[0].shape, units[0].layout
+    zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+    columns = flat_index(shape, layout)  # indices relative to a unit's first column
+    of_units: list[list[Label]] = [[] for _ in units]
+    if label is not None:
+        of_units = [[Label(label, unit.has(label))] for unit in units]
+    for unit, of_label, *elements in zip(units, of_units, *raw):
+        wide = [widen(value, layout) for value in elements]
+        of_unit = functools.partial(gradient, *wide, unit, columns, *of_label, numbers)
+        unit.store(
+            dx, row, of_unit() if has_entry is None else lax.cond(has_entry, of_unit, lambda: zero)
+        )
