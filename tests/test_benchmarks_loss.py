@@ -33,13 +33,13 @@ CELLS = [
 
 
 def of(cell, provider):
-    """Return the same benchmark cell for another provider (a measured implementation)."""
+    """Return the benchmark's case (cell), changed to another provider (measured implementation)."""
     return dataclasses.replace(cell, provider=provider)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_bytes(dtype, size):
-    """Both passes count the bytes of the logits; the backward also those of their gradient."""
+    """Each pass counts the logits' bytes. The backward pass also counts the gradient's."""
     forward = 10 * 30 * size + 10 * (4 + 4)  # also labels and losses
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes

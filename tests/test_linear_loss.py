@@ -1,4 +1,4 @@
-"""Losses, log-probabilities and entropies of linear logits: values, gradients and programs.
+"""Losses, log-probabilities and entropies of logits ``x @ weight``: values, gradients, programs.
 
 Values are compared with float64 NumPy. `FUNCTIONS` lists how the functions differ.
 """
@@ -32,7 +32,7 @@ OPTIONS = [{}, SMOOTHED, {**SMOOTHED, "logits_scale": 1.5, "logit_softcap": 2.0}
 
 
 class Of(NamedTuple):
-    """A function of logits ``x @ weight`` that the function computes itself.
+    """A function that takes x and a weight, and computes the logits ``x @ weight`` itself.
 
     Attributes:
       function: the public function.
@@ -55,7 +55,7 @@ LOG_PROB = Of(
     [{}, {"logits_scale": 1.5}, {"logits_scale": 1.5, "logit_softcap": 2.0}],
     1 + 2 * 3,
 )
-# The loss with each reduction, and log-probabilities, which have no reduction.
+# The loss is tested with each reduction. Log-probabilities have no reduction.
 FUNCTIONS = {**dict.fromkeys(REDUCTIONS, LOSS), "log_prob": LOG_PROB}
 each = pytest.mark.parametrize("of", FUNCTIONS)
 
@@ -165,7 +165,10 @@ def test_dtypes_of_products(dtypes, dtype, of):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_weights(reduction, dtype, options):
-    """Weights have any sign and size; a weight of 0 excludes even NaN and invalid labels."""
+    """Weights may have any sign and size. A weight of 0 excludes its row.
+
+    The excluded row has no effect, even if it has NaN or an invalid label.
+    """
     x, weight, bias, labels = operands(7, 16, 40, dtype)
     weights = jnp.array([0.3, 0, -2, 1, 1e-6, 4, 0])
     x, labels = x.at[1].set(jnp.nan).at[6, 2].set(jnp.inf), labels.at[1].set(-100)
@@ -191,7 +194,7 @@ def test_float64(of):
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 21, 64, None])
 def test_chunks(chunk):
-    """The chunk's size may be 1, a number that does not divide the 21 rows, or more than 21."""
+    """The chunk size may be 1, a number that is not a divisor of the 21 rows, or more than 21."""
     arrays = operands(21, 16, 40)
     where = arrays[-1] % 3 > 0
     for of in ("mean", "none", "log_prob"):
@@ -199,10 +202,10 @@ def test_chunks(chunk):
 
 
 def test_chunks_by_default():
-    """By default, chunks have at most 1 GiB of logits and 2048 rows, and nearly equal sizes.
+    """By default, a chunk has at most 1 GiB of logits and at most 2048 rows.
 
-    Sizes are multiples of 128 rows. A chunk may have more rows if its logits are not larger than
-    the weight's gradient.
+    All chunks have nearly equal sizes, which are multiples of 128 rows. A chunk may have more than
+    2048 rows if its logits are not larger than the weight's gradient.
     """
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
     cases = [
@@ -248,7 +251,7 @@ def test_chunks_by_default():
 def test_positions_that_do_not_count(of):
     """Masked positions have no effect, even if their x is NaN.
 
-    The weight's gradient is a sum over all positions, so a NaN could reach it.
+    The weight's gradient is a sum over all positions. A NaN of a masked position must not reach it.
     """
     x, weight, bias, labels = operands(7, 16, 40)
     labels = labels.at[1].set(-100).at[3].set(1000)
@@ -343,10 +346,10 @@ def test_shapes(of):
 
 
 def test_logits_are_never_rounded():
-    """Logits of 16-bit operands are not rounded to 16 bits.
+    """Logits that are computed from 16-bit operands are not rounded to 16 bits.
 
-    So the results are within the bounds for float32 logits. Results of rounded logits would exceed
-    these bounds.
+    So the results are within the error bounds for float32 logits. Results that are computed from
+    rounded logits would exceed these bounds.
     """
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
     weight = 4 * weight  # so that logits are as large as a trained model's
@@ -362,7 +365,10 @@ def test_logits_are_never_rounded():
 
 
 def test_small_gradients_in_float16():
-    """Gradients are rounded only after they are multiplied by 1 / n (mean) and the loss scale."""
+    """Gradients are rounded only after all multiplications.
+
+    They are multiplied by the loss scale and, if the loss is a mean, by 1 / (number of rows).
+    """
     x, weight, _, labels = operands(64, 8, 2048, "float16")
     x, scale = x * 2**-6, 2.0**12
 
@@ -403,8 +409,8 @@ def check_gradients(function, arrays, d, **options):
         reference.assert_within(gradient, value, bound)
 
 
-# Cotangents or weights of rows, with very different magnitudes. The gradients of all rows are still
-# in the dtype's range.
+# Maps a dtype to the cotangents or weights of the rows. They have very different magnitudes, but
+# the gradients of all rows are in the dtype's range.
 SIZES = {
     "float32": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],
     "bfloat16": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],

@@ -50,8 +50,8 @@ def checkpoint(policy=None):
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names("jaxnorm_linear_gradient")
-# For each program: the function, its number of matmuls, and its number of loops. If weight has a
-# gradient, the first chunk precedes the loop, and its matmuls are in the program twice.
+# Maps a program's name to its function, its number of matmuls, and its number of loops. If weight
+# has a gradient, the first chunk precedes the loop, and its matmuls are in the program twice.
 PROGRAMS = {
     "the loss": (of("mean"), 1, 1),
     "losses": (of("none"), 1, 1),
@@ -113,9 +113,9 @@ def test_no_logits_of_all_rows(name):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(("loss", "chunks"), [(of, 3), (of_a_teacher, 5)])
 def test_memory(loss, chunks, reduction):
-    """Memory holds a chunk's logits and gradient, and one float32 array of the weight's size.
+    """Memory is needed for a chunk's logits, their gradient, and the weight's gradient in float32.
 
-    A divergence has two arrays of logits.
+    A divergence needs two arrays of logits.
     """
     compiled = program(loss(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
     accumulator = 4 * WIDTH * CLASSES
@@ -138,7 +138,7 @@ each_kept = pytest.mark.parametrize(
 @each_kept
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
-    """The forward pass of a derivative computes the gradients and saves only them.
+    """In a differentiated call, the forward pass computes the gradients and saves nothing else.
 
     This holds with and without `jax.jit`. Gradients of float16 operands are saved in float32.
     """
@@ -200,7 +200,10 @@ def step_of(function):
 
 @each_function
 def test_settings_of_jax(function):
-    """Functions run with strict promotion of dtypes and ranks, and checks for leaks and NaNs."""
+    """Functions run while JAX forbids implicit promotion of dtypes and ranks.
+
+    They also run while JAX checks for leaked tracers and for NaNs.
+    """
     x, weight, _, labels = operands(6, 4, 9, "bfloat16")
     bias = jnp.ones(9, "float16")
     with contextlib.ExitStack() as settings:

@@ -42,11 +42,11 @@ class Call:
       function: name of the public function that the user called, for error messages.
       spec: the operation, its options, and the dtypes and sizes of the arrays as the user passed
         them. ``spec.axes`` equals ``view.axes``.
-      view: how the arrays are reshaped to the two-dimensional arrays that kernels take.
+      view: a `RowView`, which describes how the arrays are reshaped for kernels.
       implementation: name of the implementation that the user requested, or None.
-      primitives: name of the public function whose JAX primitives the call binds; None if that is
-        `function`. For example, `linear_softmax_cross_entropy` binds the primitives of the
-        cross-entropy.
+      primitives: name of another public function whose JAX primitives the call binds. If it is
+        None, the call binds the primitives of `function`. For example,
+        `linear_softmax_cross_entropy` binds the primitives of the cross-entropy.
     """
 
     function: str
@@ -157,9 +157,10 @@ class Call:
         The tangent pass of a forward pass returns the tangents of all results. The tangent pass of
         a backward pass is the transpose of that backward pass.
 
-        `takes_h` is for norms without a residual addition. If it is True, x also counts as a result
-        named h: the tangent pass returns x's tangent under this name. The transpose then takes a
-        cotangent named h and adds it to x's gradient.
+        `takes_h` is for norms without a residual addition. If it is True, the backward pass also
+        adds the cotangent of the residual branch to x's gradient. For this, x counts as a result
+        named h: the tangent pass also returns x's tangent, and the transpose of the tangent pass
+        also takes a cotangent named h.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -180,8 +181,9 @@ class Call:
     ) -> "Call":
         """Return the backward pass that computes the gradients of the operands in `wrt`.
 
-        It takes the cotangents of `outputs`; by default, these are all results except the sum h.
-        For a loss, `gradient_dtype` is the dtype of x's gradient; None for x's own dtype.
+        It takes a cotangent for each result in `outputs`. If `outputs` is None, it takes the
+        cotangents of all results of the operation but h, the sum of x and the residual. For a loss,
+        `gradient_dtype` is the dtype of x's gradient. None means x's own dtype.
         """
         if outputs is None:
             outputs = tuple(name for name in self.spec.operation.results if name != "h")
@@ -224,7 +226,7 @@ class Call:
     def gradient(self) -> "Call":
         """Return the backward pass that takes the cotangents of all results of this forward pass.
 
-        It computes the gradients of all differentiable operands except the rotary tables.
+        It computes the gradients of all differentiable operands, but not of rotary tables.
         """
         call = self.first() if self.spec.operation.derivative else self
         # Models treat the tables cos and sin as constants, so their gradients are left out.
@@ -293,10 +295,12 @@ class Call:
         """Names of the operands and results that a kernel can use without a copy.
 
         A kernel requires aligned arrays. An array may be a slice of another array and therefore
-        unaligned, so most arrays are copied. Two kinds of arrays need no copy. First, residuals
-        that the forward pass computes for the backward pass. A loop over layers may stack them, but
-        if a slice of the stack is not aligned, XLA copies it itself. Second, the arrays of a linear
-        loss, which aligns them itself.
+        unaligned, so most arrays are copied. Two kinds of arrays need no copy here:
+
+        - Residuals that the forward pass computes for the backward pass. A loop over layers may
+          stack them, so that the kernel gets a slice of the stack. If this slice is not aligned,
+          XLA makes a copy, and no second copy is needed.
+        - The arrays of a linear loss. The code of the linear loss aligns them.
         """
         if self.primitives is not None and self.spec.is_loss:
             return frozenset((*self.takes, *self.returns))
@@ -310,7 +314,7 @@ class Call:
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
-        """For each saved operand or result in `Operation.keeps`, its index among the residuals."""
+        """A dict from each name in `Operation.keeps` to its index among the residuals."""
         names = self.spec.operation.keeps
         return {name: i for i, name in enumerate(self.residual_names) if name in names}
 
@@ -390,9 +394,9 @@ class Call:
         takes_inner = backends.implementation(name).takes_inner
         if strided is None or takes_inner is takes_no_inner:
             return in_rows
-        # If the parameters cannot be reshaped for (rows, cols), return the strided spec even if the
-        # implementation does not support it. The error message then says why the implementation
-        # cannot run the strided spec.
+        # If a parameter is scattered, it cannot be reshaped for arrays (rows, cols). Return the
+        # strided spec then, even if the implementation does not support it: the error message says
+        # why the implementation cannot run the strided spec.
         return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
 
     @_once
@@ -443,7 +447,7 @@ class Call:
         return strided if inner_cols == 1 or not groups else None
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Run the xla implementation on the arrays as they are, without reshaping them."""
+        """Run the xla implementation on the arrays in their own shapes, without reshaping them."""
         if self.spec.returns_both:
             return self.in_two_passes(Call.xla, *arrays)
         return self._run("xla", self.spec, arrays)

@@ -38,10 +38,11 @@ def linear_softmax_cross_entropy(
 
     Only the logits of one chunk of rows are in memory at a time. The result is the mean, the sum or
     the array of the losses that :func:`softmax_cross_entropy_with_integer_labels` computes. One
-    loop over the chunks computes the loss and, if it is differentiated, the gradients. A loss that
-    is not differentiated takes one matmul. A mean or a sum and its gradients take three: one for
-    the logits, and two for the gradients of x and weight. With ``reduction="none"``, they take
-    four, because the backward pass recomputes the logits.
+    loop over the chunks computes the loss and, if it is differentiated, the gradients.
+
+    A loss that is not differentiated takes one matmul, which computes the logits. If it is
+    differentiated, two more matmuls compute the gradients of x and weight, so a mean or a sum takes
+    three matmuls. ``reduction="none"`` takes four, because the backward pass recomputes the logits.
 
     The dtype of the matmuls' operands is the one to which x and weight promote, as in
     ``jnp.matmul``. With a float32 weight, all three matmuls are therefore in float32, unless
@@ -59,10 +60,10 @@ def linear_softmax_cross_entropy(
       labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
         axis. A label out of range, such as a negative one, makes the loss and the gradients NaN.
       bias: array (V,), any of these dtypes; or None.
-      where: a boolean mask of positions, such as ``labels != -100``, or float weights of positions,
-        which may be negative and have no gradient. It has as many axes as labels, and broadcasts to
-        their shape. Where it is False or 0, label and x are ignored, even if x is NaN, and x's
-        gradient is 0.
+      where: None, or a boolean mask of positions (such as ``labels != -100``), or float weights of
+        positions (which may be negative, and have no gradient). It has as many axes as labels, and
+        broadcasts to their shape. Where it is False or 0, label and x are ignored, even if x is
+        NaN, and x's gradient is 0.
       reduction: ``"mean"``: ``sum(where * loss) / sum(where)``, or 0 if the denominator is 0;
         ``"sum"``: ``sum(where * loss)``; or ``"none"``: the loss of each position, times its
         weight.
@@ -77,10 +78,10 @@ def linear_softmax_cross_entropy(
         spread evenly over all classes.
       z_loss: a finite Python number of at least 0. The loss gets an additional term: ``z_loss``
         times the square of the log-sum-exp of the logits.
-      logits_scale, logit_softcap: applied to the logits with bias, as in
+      logits_scale, logit_softcap: applied to the logits after the bias is added, as in
         :func:`softmax_cross_entropy_with_integer_labels`. logits_scale may be an array.
-      dtype: dtype of the logits, and of the matmuls' operands if these promote to a wider dtype.
-        None for the dtype to which x and weight promote.
+      dtype: dtype of the logits; by default, the dtype to which x and weight promote. If ``dtype``
+        has fewer bits than that, the operands of the matmuls are also cast to ``dtype``.
       implementation: name of the implementation that computes the loss of a chunk's logits; None
         lets jaxnorm choose. ``implementation_for("softmax_cross_entropy_with_integer_labels",
         (chunk, V), dtype)`` shows the choice.
@@ -110,8 +111,8 @@ def linear_softmax_cross_entropy(
         labels are not integers, ``where`` has an integer dtype, ``chunk`` is not an integer,
         ``label_smoothing``, ``z_loss`` or ``logit_softcap`` is not a Python number, or
         ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``reduction``, ``chunk``, one of these numbers, or
-        ``implementation`` is wrong.
+      ValueError: the shape of an array, ``reduction``, ``chunk``, ``label_smoothing``, ``z_loss``,
+        ``logits_scale``, ``logit_softcap`` or ``implementation`` is wrong.
 
     Source: Liger's `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_ introduced the
     computation of gradients in the forward pass's loop over chunks.
@@ -205,8 +206,9 @@ def of_linear_logits(
         array, of_classes = _where(head, where, x, weight)
         head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
         if function == _LOG_PROB and array.dtype != bool:
-            # The primitive's results are also residuals, and the derivative needs them without
-            # weights. So the weights are applied after the primitive.
+            # The primitive's results are also residuals, and the derivative needs them before they
+            # are multiplied by the weights. So the primitive takes only a mask, and its results are
+            # multiplied by the weights below.
             weights, array = array, counted(array)
         arrays.append(array)
     if scale.array is not None:
@@ -223,10 +225,10 @@ def of_linear_logits(
 def _where(
     head: LinearLossCall, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, bool]:
-    """Check the argument ``where``. Return an array, and True if the array is a mask of classes.
+    """Check the argument ``where``. Return a pair: an array, and a bool.
 
-    Otherwise, the array is a boolean mask or float weights of positions. It is broadcast to the
-    shape of x without the last axis.
+    If the bool is True, the array is a mask of classes. If it is False, the array is a boolean mask
+    of positions or float weights of positions, broadcast to ``x.shape[:-1]``.
     """
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
@@ -268,7 +270,7 @@ def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -
 def check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str = "") -> None:
     """Raise ValueError unless x and weight have the shapes of a matmul's operands.
 
-    `of` is a prefix of both names in errors, such as "teacher_".
+    `of` is a prefix, such as "teacher_", of both arrays' names in errors.
     """
     checks.features(function, f"{of}x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
@@ -342,8 +344,9 @@ def linear_log_prob_and_entropy(
     matmul, without rounding. If they were rounded to bfloat16, probability ratios
     :math:`e^{\log p' - \log p}` would have errors of several percent.
 
-    The forward pass takes one matmul. The backward pass takes three, because it recomputes the
-    logits. The residuals are x, weight and three numbers for each position.
+    The forward pass takes one matmul. The backward pass takes three: one recomputes the logits, and
+    two compute the gradients of x and weight. The residuals are x, weight and three numbers for
+    each position.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64. Each row is
@@ -354,18 +357,23 @@ def linear_log_prob_and_entropy(
         the gradients are NaN. Labels may have one more axis at the end, for k labels of each
         position, as in :func:`log_prob_and_entropy`.
       bias: array (V,), any of these dtypes; or None.
-      where: a boolean mask of positions, such as ``labels != -100``, or float weights of positions,
-        by which both results are multiplied. It has as many axes as x without the last one, and
-        broadcasts to their shape. Where it is False or 0, both results are 0, label and x are
-        ignored, and x's gradient is 0. A boolean mask with as many axes as x, which broadcasts to
-        ``(..., V)``, is a mask of classes instead, as in :func:`log_prob_and_entropy`.
-      logits_scale, logit_softcap: applied to the logits with bias, as in
+      where: None, or one of three kinds of arrays:
+
+        - A boolean mask of positions, such as ``labels != -100``. It has one axis less than x, and
+          broadcasts to ``x.shape[:-1]``. Where it is False, label and x are ignored, and both
+          results and x's gradient are 0.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. Both
+          results are multiplied by the weights. A weight of 0 has the same effect as False in a
+          mask.
+        - A boolean mask of classes. It has as many axes as x, and broadcasts to ``(..., V)``. Its
+          effect is the same as in :func:`log_prob_and_entropy`.
+      logits_scale, logit_softcap: applied to the logits after the bias is added, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
         None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does for float32 logits.
       dtype: dtype to which x and weight are cast if they promote to a wider dtype. For example,
-        ``jnp.bfloat16`` rounds a float32 weight, so that the matmuls have 16 bits. None for the
-        dtype to which they promote.
+        ``jnp.bfloat16`` rounds a float32 weight, so that the matmuls run in bfloat16. With None,
+        they are cast to the dtype to which they promote.
       implementation: name of the implementation that computes log_prob and entropy from a chunk's
         logits; None lets jaxnorm choose. ``implementation_for("log_prob_and_entropy", (chunk, V),
         jnp.float32)`` shows the choice.
@@ -385,8 +393,8 @@ def linear_log_prob_and_entropy(
         labels are not integers, ``where`` has an integer dtype or is a mask of classes that is not
         boolean, ``chunk`` is not an integer, ``logit_softcap`` is not a Python number, or
         ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``chunk``, one of these numbers, or ``implementation`` is
-        wrong.
+      ValueError: the shape of an array, ``chunk``, ``logits_scale``, ``logit_softcap`` or
+        ``implementation`` is wrong.
 
     Use: the losses of `GRPO <https://arxiv.org/abs/2402.03300>`_, `PPO
     <https://arxiv.org/abs/1707.06347>`_ and `DPO <https://arxiv.org/abs/2305.18290>`_ are computed

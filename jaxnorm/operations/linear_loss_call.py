@@ -22,10 +22,11 @@ A call has these primals, in this order; only `x` and `weight` are in every call
     `logits_scale` (...)
 
 Instead of `labels`, a divergence has the constants `teacher_x` (..., e), `teacher_weight` (e, V)
-and `teacher_bias` (V,). The residuals, which the tangent and the backward pass take, are the
-primals and the results of the forward pass that `LinearLossCall.kept` names. The tangent pass is
-linear in the tangents, and the backward pass in the cotangents. Each of the two passes is the
-transpose of the other.
+and `teacher_bias` (V,).
+
+The tangent and the backward pass take residuals. These are the primals, and the forward results
+that are listed in `LinearLossCall.kept`. The tangent pass is linear in the tangents, and the
+backward pass is linear in the cotangents. Each of the two passes is the transpose of the other.
 
 The logits are computed in chunks of rows. A chunk's results are computed from its logits by a
 `Call` of the corresponding loss, such as the cross-entropy. If the classes are sharded, plain JAX
@@ -60,10 +61,10 @@ Reduction = Literal["mean", "sum", "none"]
 Kind = Literal[
     "x", "weight", "bias", "row", "candidate", "mask", "total", "teacher_x", "teacher_weight"
 ]
-#: The kinds of arrays that begin with the same axes as x: all axes of x but the last.
+#: The kinds of arrays whose leading axes are the rows: all axes of x but the last.
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
 
-#: Maps each linear loss to the public loss that takes logits. It is computed on each chunk.
+#: Maps each linear loss to the loss of logits that is computed from each chunk's logits.
 OF_LOGITS: dict[Function, OfLogits | Literal["kl_divergence"]] = {
     "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
@@ -147,10 +148,10 @@ class LinearLossCall:
     def kept(self) -> tuple[str, ...]:
         """Names of forward results that the tangent and the backward pass take as residuals.
 
-        There are none for losses and divergences. Their tangent and backward passes do not depend
-        on the forward pass, so a program that needs only the gradient does not run it. A program
-        that differentiates log-probabilities runs the forward pass anyway, because it uses their
-        values.
+        There are no such results for losses and divergences. Their tangent and backward passes do
+        not depend on the forward pass, so a program that needs only the gradient does not run the
+        forward pass. A program that differentiates log-probabilities runs the forward pass anyway,
+        because it uses their values.
         """
         operation = self.operation
         if operation.results.keys() == {"y"}:
@@ -163,7 +164,10 @@ class LinearLossCall:
         return dataclasses.replace(self, **changes)
 
     def with_gradients(self, wrt: Sequence[str]) -> "LinearLossCall":
-        """Return the forward pass of a mean or a sum that also returns the gradients of `wrt`."""
+        """Return the forward pass that also returns gradients with respect to the operands `wrt`.
+
+        This call must be a forward pass that returns a mean or a sum.
+        """
         return dataclasses.replace(self, wrt=tuple(wrt))
 
     def tangent(self, wrt: Sequence[str]) -> "LinearLossCall":
@@ -186,7 +190,7 @@ class LinearLossCall:
         return dataclasses.replace(self, reduction="none")
 
     def with_kept(self) -> "LinearLossCall":
-        """Return the forward pass that also returns the residuals that `kept` names."""
+        """Return the forward pass whose outputs include all arrays that are listed in `kept`."""
         return dataclasses.replace(self, keeps=bool(self.kept))
 
     @property
@@ -241,9 +245,13 @@ class LinearLossCall:
         """Return the dtype of the matmul's operands, and the dtype of the logits.
 
         `x` and `weight` are the dtypes of these arrays, and promote to a common dtype. If the user
-        requested a wider dtype, only the logits have it, because wider operands would not be more
-        accurate. For log-probabilities and divergences, logits are not rounded: they have the dtype
-        in which the matmul accumulates.
+        requested a dtype with fewer bits, the operands are cast to it. If the user requested a
+        dtype with more bits, only the logits have it, because a cast of the operands to more bits
+        would not make the matmul more accurate.
+
+        The logits of a cross-entropy have the requested dtype (by default, the common dtype). The
+        logits of log-probabilities and divergences are not rounded: they have the dtype in which
+        the matmul accumulates.
         """
         promoted = checks.product_dtype(x, weight)
         asked = self.dtype or promoted
@@ -255,10 +263,10 @@ class LinearLossCall:
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype of the gradient of an operand that has the dtype `dtype`.
 
-        A forward pass computes gradients for a cotangent of 1. The backward pass multiplies them by
-        the cotangent, which includes the loss scale. Without this factor, small gradients would
-        underflow in float16 (below 6e-8). A forward pass therefore returns the gradients of float16
-        operands in float32.
+        The gradient has the dtype of its operand, with one exception: a forward pass returns the
+        gradients of float16 operands in float32. A forward pass computes gradients for a cotangent
+        of 1. Only the backward pass multiplies them by the cotangent, which includes the loss
+        scale. Before this multiplication, small gradients would underflow in float16 (below 6e-8).
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
@@ -286,16 +294,17 @@ class Over:
     Attributes:
       rows: mesh axes over which the rows are sharded in the loop.
       classes: mesh axes over which the classes are sharded in the loop.
-      stored: two tuples, for weight's axes d and V: the mesh axes among `rows` over which weight is
-        sharded along this axis outside the loop. Weight is gathered over them, and its gradient is
-        reduce-scattered.
-      gathered: a tuple for each axis of x's rows: the mesh axes among `classes` over which x is
-        sharded along this axis outside the loop. x is gathered over them, and its gradient is
-        reduce-scattered.
-      moved: a tuple for each axis of x's rows: the mesh axes that shard this axis in the loop, and
-        d outside the loop. They are the last (innermost) mesh axes of this axis. An all-to-all
-        before the loop exchanges shards of d for shards of rows; another one after the loop
-        reverses this for the gradient of x.
+      stored: a tuple of mesh axes for each of weight's two axes, d and V (the classes). These mesh
+        axes shard this axis of the user's weight, but in the loop they shard the rows. Weight is
+        gathered over them before the loop. Its gradient is reduce-scattered after the loop.
+      gathered: a tuple of mesh axes for each axis of x but the last. These mesh axes shard this
+        axis of the user's x, but in the loop they shard the classes. x is gathered over them before
+        the loop. Its gradient is reduce-scattered after the loop.
+      moved: a tuple of mesh axes for each axis of x but the last. These mesh axes shard the last
+        axis (d) of the user's x, but in the loop they shard this axis. Among the mesh axes that
+        shard this axis in the loop, they are the last (innermost) ones. An all-to-all before the
+        loop gives each device fewer rows, but all of their d columns. Another all-to-all after the
+        loop reverses this for the gradient of x.
     """
 
     rows: tuple[str, ...] = ()
@@ -399,10 +408,10 @@ def forward_and_dlogits(
     *,
     differentiable: bool,
 ) -> list[jax.Array]:
-    """Return the results of a chunk's forward pass, followed by the result of `dlogits`.
+    """Return the results of a chunk's forward pass, followed by the gradient of the logits.
 
-    One kernel may compute all of them. It has no derivative, so two passes run if the results must
-    be `differentiable`.
+    The gradient is the same as that of `dlogits`. A single kernel may compute all of these arrays,
+    but it has no derivative. If `differentiable` is True, two passes compute them instead.
     """
     call = call.with_gradient(dtype)
     arrays = [*(operands[name] for name in call.primals), *cotangents]
@@ -438,16 +447,19 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
     return outputs, call.tangent(("x",)).xla(*residuals, tangents[0])
 
 
-# Limits for the number of rows of a chunk. Each chunk loads and stores dW, the float32 gradient of
-# weight. The smaller the chunks, the more time this takes compared to the matmul that computes dW:
-# with chunks of 4096, 2048 and 1024 rows, loading, storing and the matmul together take 1.05, 1.14
-# and 1.49 times as long as the matmul (H100, bfloat16).
+# Limits for the number of rows of a chunk.
 #
-# Up to d rows, a chunk's logits need no more memory than dW. They are freed before dW is cast to
-# weight's dtype, so the peak of memory does not rise.
+# Small chunks are slow, because each chunk loads and stores dW, the float32 gradient of weight.
+# With 4096 rows in a chunk, this adds 5 % to the time of the matmul that computes dW. With 2048
+# rows it adds 14 %, and with 1024 rows 49 % (H100, bfloat16).
+#
+# Large chunks need memory for their logits. The logits of up to d rows need no more memory than dW.
+# They are freed before a copy of dW with weight's dtype is allocated. So they do not raise
+# the peak of memory.
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
-# Rows of a matmul's tile. The number of rows of a chunk is a multiple of it.
+# The number of rows of a matmul's tile. The number of rows of a chunk is rounded up to a multiple
+# of this number.
 _TILE = 128
 
 
@@ -463,23 +475,18 @@ def chunk_rows(
 ) -> int:
     """Return the number of rows of a chunk; all chunks of a call have this number.
 
-    If it does not divide the number of all rows, the first two chunks overlap. The number is the
-    first of these that applies:
+    If it does not divide the number of all rows, the first two chunks overlap. The accumulator is
+    the array in which several chunks accumulate weight's gradient. dlogits are the gradients of the
+    logits, which overwrite the logits if both have the same dtype. The number is the first of these
+    that applies:
 
-    =================================  ============================================================
-    rows                               reason
-    =================================  ============================================================
-    `chunk`                            The user requested it.
-    all, if their logits and dlogits   One chunk needs no accumulator. With 8192 rows, d = 4096 and
-    are no larger than the             128256 classes, it takes 36.6 ms and 2.14 GB. Two chunks take
-    accumulator                        40.8 ms and 2.20 GB (H100).
-    max(2048, d), if their logits      More rows take more memory; fewer rows take more time to load
-    take at most 1 GiB                 and store the accumulator.
-    those whose logits take 1 GiB,     The logits of more rows would take too much memory.
-    but at least 512
-    =================================  ============================================================
-
-    dlogits are the gradients of the logits. They overwrite the logits if both have the same dtype.
+    1. `chunk`, if the user requested a number.
+    2. All rows, if their logits and dlogits are no larger than the accumulator, because a single
+       chunk needs no accumulator. With 8192 rows, d = 4096 and 128256 classes, one chunk takes 36.6
+       ms and 2.14 GB, and two chunks take 40.8 ms and 2.20 GB (H100).
+    3. max(2048, d), if the logits of so many rows take at most 1 GiB. Larger chunks take more
+       memory. Smaller chunks take more time, because each chunk loads and stores the accumulator.
+    4. The largest number of rows whose logits take at most 1 GiB, but at least 512.
 
     Args:
       chunk: the number of rows that the user requested, or None.
@@ -487,9 +494,10 @@ def chunk_rows(
       weight: shape (d, classes) of one device's shard of weight.
       logits: dtype of the logits.
       factors: dtype of the matmuls' operands.
-      shards: number of shards of the classes. With more shards, each has fewer classes, so chunks
-        of more rows take no more memory. They are faster, because devices exchange row statistics
-        for each chunk.
+      shards: number of shards of the classes. The maximal number of rows is proportional to it. A
+        device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
+        same. Fewer and larger chunks are faster, because devices exchange row statistics once for
+        each chunk.
       accumulator: bytes of the array in which several chunks accumulate weight's gradient; 0 if
         several chunks take no more memory for this gradient than one.
     """

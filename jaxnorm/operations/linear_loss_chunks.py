@@ -4,26 +4,29 @@ A chunk takes up to three matmuls, which XLA computes:
 
     logits = x @ W + b        stored for the current chunk only
     dx     = dlogits @ W^T    written into the chunk's rows of an array for all rows
-    dW    += x^T @ dlogits    accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
-                              beta = 1), because the loop's carry has no other use
+    dW    += x^T @ dlogits    accumulated in float32
+
+The matmul itself adds its result to dW in place (cuBLAS' beta = 1). XLA can do this because nothing
+else in the loop uses the dW of the previous chunks.
 
 The first chunk precedes the loop and writes the array in which dW is accumulated. So this array
-need not be set to zero. A single chunk needs no such array: it writes dW in its own dtype. The
-backward pass of several chunks needs none either if it can store the dlogits of all rows. It then
-computes dx and dW by one matmul each, after the loop.
+need not be set to zero. If there is a single chunk, there is no such array, and the matmul writes
+dW in its own dtype. A backward pass with several chunks also needs no such array if it has memory
+for the dlogits of all rows. It then computes dx and dW by one matmul each, after the loop.
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
-their buffer. For log-probabilities, logits are float32: if the logits z were rounded to 16 bits,
-their differences would have errors of about 2^-9 |z|.
+their buffer. For log-probabilities, logits are float32. If logits z were rounded to 16 bits, their
+differences would have errors of about 2^-9 * |z|.
 
 dlogits are the gradients of the logits, in the dtype of the matmuls' operands. They include all
-factors: 1 / n, `logits_scale`, and the loss weight or the cotangent of a row. So the matmuls write
-dx and dW in their own dtypes, and no other pass over them is needed.
+factors: 1 / n, `logits_scale`, and the loss weight or the cotangent of each row. So the matmuls
+write dx and dW in their own dtypes, and no other pass over dx and dW is needed.
 
-In float16, small dlogits would underflow (below 6e-8). There, each row of dlogits is divided by a
-power of two, the magnitude of its factors. In float32, this magnitude multiplies the same row of
-dx. For dW, it multiplies the same row of x before the matmul.
+In float16, small dlogits would underflow (below 6e-8). In this dtype, each row of dlogits is
+therefore divided by a power of two, the magnitude of the row's factors. This division is undone in
+float32. For dx, the row of dx is multiplied by the power of two. For dW, the row of x is multiplied
+by it before the matmul.
 """
 
 import functools
@@ -51,9 +54,9 @@ from jaxnorm.operations.linear_loss_call import (
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
 
-# Before the loop, the classes of weight are padded to a multiple of this number. Rows of 16-bit
-# arrays are then a multiple of 16 bytes. Otherwise, XLA would pad the operands and slice the result
-# of every matmul in the loop.
+# Before the loop, the number of classes is padded to a multiple of this number. A row of 16-bit
+# weights or logits then takes a multiple of 16 bytes. Otherwise, XLA would pad the operands and
+# slice the result of every matmul in the loop.
 _COLUMNS = 8
 
 _WHOLE = Over()
@@ -76,9 +79,9 @@ def run(
 
     def gathered(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "x":
-            # Inside `jax.shard_map`, the type of the gathered x must say that it is replicated
-            # ("invarying"). In code for XLA's partitioner, types have no mesh axes, so there is
-            # nothing to say.
+            # Inside `jax.shard_map`, the type of the gathered x must say that x is replicated over
+            # the gathered mesh axes ("invarying"). In code for XLA's partitioner, types have no
+            # mesh axes, so the type stays as it is.
             is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
             to = "invarying" if is_typed else "varying"
             return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
@@ -142,7 +145,10 @@ def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
 
 
 def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
-    """Exchange shards of rows for shards of columns in x's gradient: the inverse of `_moved`."""
+    """Reverse `_moved` for x's gradient, by an all-to-all over `over.moved`.
+
+    Afterwards, each device has more rows, but only its shard of their columns.
+    """
     for axis, names in reversed([*enumerate(over.moved)]):
         for name in reversed(names):
             dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
@@ -172,8 +178,8 @@ def reduced(
 ) -> jax.Array:
     """Return the sum or the mean of `losses` over `axes`.
 
-    `where` has the weights of the losses, which are already multiplied by them. The mean is the sum
-    of the losses, divided by the sum of the weights.
+    `losses` are already multiplied by their weights, which are `where`. The mean is the sum of
+    `losses`, divided by the sum of the weights.
     """
     total = jnp.sum(losses, axes)
     if reduction == "sum":
@@ -186,7 +192,10 @@ Carry = dict[str, jax.Array]
 
 
 class _Chunks:
-    """The three passes of a call. x is two-dimensional: its leading axes are flattened to rows."""
+    """The arrays of a call, with a method for each pass: `forward`, `tangent` and `backward`.
+
+    x is two-dimensional: its leading axes are flattened to rows.
+    """
 
     def __init__(
         self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
@@ -246,11 +255,11 @@ class _Chunks:
 
     @property
     def accumulator(self) -> int:
-        """Bytes of the array in which several chunks accumulate weight's gradient.
+        """Number of bytes of the array in which several chunks accumulate weight's gradient.
 
-        The result is 0 if one chunk would need the same memory. This is so if the gradient itself
-        has the dtype of the sum, and in float16, where the gradient is multiplied by a power of two
-        after the sum.
+        The result is 0 if a single chunk would also need an array of this size. There are two such
+        cases. The gradient itself may have the dtype of the sum. Or the dtype is float16, in which
+        the sum is multiplied by a power of two before it becomes the gradient.
         """
         has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
         dtype = self.gradient_dtype("weight", self.weight)
@@ -262,20 +271,21 @@ class _Chunks:
         """Return the dtype of a device's part of the gradient of an operand.
 
         As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
-        gradients are not, because small ones would underflow: in a forward pass, they have not
-        been multiplied by the loss scale yet.
+        gradients are not rounded. In a forward pass, they have not been multiplied by the loss
+        scale yet, so small ones would underflow.
         """
         if self.over.classes if name == "x" else self.over.rows:
             return self.dtype if self.dtype.name == "bfloat16" else self.wide
         return self.head.gradient_dtype(operand.dtype)
 
     def sizes(self, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return the magnitude of each row's factors of dlogits, and the largest magnitude.
+        """Return two arrays: a power of two for each row, and the largest of these powers of two.
 
-        The magnitude is that of the row's largest cotangent, multiplied by the scale of the logits
-        and rounded to a power of two. Cotangents are divided by it to avoid underflow; division by
-        a power of two is exact. Masked rows, and rows whose magnitude is 0 or not finite, get the
-        largest magnitude of the other rows of all devices. It is 1 if there are no other rows.
+        The cotangents of a row are divided by its power of two to avoid underflow. This division is
+        exact. The power of two is the magnitude of the row's largest cotangent, multiplied by the
+        scale of the logits, and rounded to a power of two. Some rows get the largest power of two
+        of the other rows of all devices: masked rows, and rows whose magnitude is 0 or not finite.
+        If there are no other rows, they get 1.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
@@ -327,7 +337,9 @@ class _Chunks:
         largest = jnp.ones((), self.wide)
         if self.dtype.name == "float16":
             sizes, largest = self.sizes(cotangents)
-            # In the gradients of weight and bias, each row is multiplied by its share.
+            # For the gradients of weight and bias, the division by `sizes` is undone in two steps:
+            # each row is multiplied by its entry of `shares`, and the sum over the rows is
+            # multiplied by `largest`.
             shares = sizes / largest
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
         in_one = self.chunk == self.rows or self.holds_dlogits
@@ -383,9 +395,10 @@ class _Chunks:
         return [finished(name) for name in (*["y"] * makes_losses, *head.wrt)]
 
     def dlogits(self, rows: "_Rows", cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return a list that ends with the dlogits of a chunk.
+        """Return a list whose last element is the dlogits of a chunk.
 
-        If the call has no saved results, the list begins with the chunk's results.
+        If the call has saved results, this is the only element. Otherwise, the chunk's results
+        precede it.
         """
         logits = self.product(rows.of_x(self.x), self.factor, self.bias)
         call = self.call(logits.shape, rows)
@@ -435,9 +448,9 @@ class _Chunks:
         return [self.weighted(y), *others]
 
     def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
-        """Return a dict with the arrays that the derivative of a chunk's results takes.
+        """Return a dict of the residuals from which the derivative of a chunk's loss is computed.
 
-        Statistics that the forward pass did not save are recomputed.
+        Results and statistics that the forward pass did not save are recomputed.
         """
         operands = rows.operands(logits)
         kept = rows.kept() if self.kept else linear_loss_call.forward(call, operands)
@@ -525,8 +538,9 @@ class _Chunks:
     ) -> Carry:
         """Run all chunks, and return the carry after the last one.
 
-        ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums`, the
-        first step adds arrays to the carry. The first chunk then precedes the loop.
+        ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums` is
+        True, the carry that the first step returns has more arrays than the given one. The first
+        chunk then precedes the loop, because all iterations of a loop need the same carry.
         """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
@@ -561,7 +575,7 @@ class _Chunks:
 
 
 class _Teacher:
-    """The teacher's linear layer, whose logits a divergence takes as constants."""
+    """The teacher's linear layer in a divergence. Its logits are constants."""
 
     def __init__(self, chunks: _Chunks, arrays: dict[str, jax.Array]):
         self.chunks, self.x, weight = chunks, arrays["teacher_x"], arrays["teacher_weight"]
@@ -597,8 +611,8 @@ class _Rows:
         if self.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
-        # A mask: False for rows that the user masks, and for rows that the next chunk has, too.
-        # None if there are no such rows.
+        # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
+        # also belong to the next chunk. None if there cannot be such rows.
         self.counted = own
 
     @property

@@ -6,8 +6,11 @@ The tangent is the inner product of these gradients with the operands' tangents.
 If each row has its own result, the JVP rule binds the tangent primitive. It takes the primals and
 the rows' statistics. Its transpose is the backward primitive. Both recompute the logits.
 
-A call that is not differentiated takes one matmul. With the gradients, a mean or a sum takes three,
-and results of each row take four. (A divergence also computes the teacher's logits.)
+A call takes this number of matmuls (a divergence also computes the teacher's logits)::
+
+    not differentiated                              1
+    a mean or a sum, and its gradients              3
+    results of each row, and their gradients        4
 """
 
 import functools
@@ -88,8 +91,9 @@ class _LossRules(Rules[LinearLossCall]):
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
-        # Compute all gradients: a policy of `jax.checkpoint` decides which of them to save before
-        # JAX knows which of them are used. Unused gradients are removed later as dead code.
+        # Compute all gradients. A `jax.checkpoint` policy decides which gradients are saved. At
+        # that time, JAX does not know yet which gradients are used. Unused ones are removed later
+        # as dead code.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
     def names(self, head: LinearLossCall) -> list[str | None]:
@@ -118,8 +122,8 @@ class _LossRules(Rules[LinearLossCall]):
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        # With `linear`, the gradient is saved as it is here, in its own dtype. The float32 copy
-        # that `inner_product` makes of it is not saved.
+        # `linear` makes JAX save the gradient in its own dtype. Without it, JAX would save the
+        # float32 copy that `inner_product` makes.
         terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
@@ -132,9 +136,10 @@ class _LossRules(Rules[LinearLossCall]):
         bias, because these differ between batch elements. The loop is not slow: the matmuls of one
         element fill a GPU.
 
-        A batch of means (or sums) is not computed in a loop. One call returns the losses of all
-        rows, which are then averaged for each batch element. If the user differentiates the
-        batched function, weight's gradient is therefore accumulated in one loop over all rows.
+        A batch of means (or sums) becomes one call. It returns the losses of all rows, which are
+        then averaged for each batch element. If the user differentiates the batched function, the
+        backward pass is also one call for the rows of all batch elements. It accumulates a single
+        gradient of weight, instead of one gradient for each batch element.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -161,17 +166,17 @@ class _LossRules(Rules[LinearLossCall]):
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
         """Return the sharding of the loop's rows and classes, and each device's function.
 
-        The rows and classes stay sharded over the mesh axes that already shard them, if the number
-        of shards divides their sizes. The rows are also sharded over two other kinds of mesh axes,
-        so that devices along these do not repeat the same work:
+        In the loop, the rows and the classes stay sharded over their mesh axes, if the number of
+        shards divides the size. There are two special cases:
 
-        * mesh axes that shard only d;
-        * all mesh axes that shard V, if one of them shards the rows, too. The loop's classes are
-          then not sharded.
-
-        If x is sharded along d, devices exchange shards of d for shards of rows. If weight is
-        sharded along d (FSDP), it is gathered once, before the loop. If a mesh axis shards both the
-        rows and V, weight or x is gathered, whichever is smaller.
+        * A mesh axis shards both the rows and the classes. Only one of the two can stay sharded
+          over it. If x is smaller than weight, x is gathered, and the classes stay sharded.
+          Otherwise, weight is gathered. The rows are then sharded over all mesh axes of the
+          classes, and the classes are not sharded.
+        * A mesh axis shards only d, in x or weight. In the loop, it shards the rows. Otherwise, the
+          devices along it would all do the same work. If x is sharded along d, devices exchange
+          shards of d for shards of rows. If weight is sharded along d (FSDP), it is gathered once,
+          before the loop.
 
         Gradients are reduced over the devices once, after the loop, and scattered to the sharding
         of their operands. XLA's own partitioning would gather and reduce in each iteration.
@@ -190,8 +195,8 @@ class _LossRules(Rules[LinearLossCall]):
                 _split_rows(rows, name, of_rows, mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
-        # Exchange over the innermost mesh axis first: it concatenates shards that are neighbours in
-        # d, so the elements of d stay in order.
+        # Exchange over the innermost mesh axis first. Each exchange then joins shards that are
+        # neighbours in d, so the elements of d stay in order.
         for name in reversed(features):
             axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
             if axis is not None:
@@ -246,15 +251,16 @@ class _LossRules(Rules[LinearLossCall]):
 def _gathered_rows(
     x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
 ) -> tuple[tuple[str, ...], ...]:
-    """Return, for each axis of x's rows, the mesh axes over which x is gathered before the loop.
+    """Return, for each axis of x but the last, the mesh axes over which x is gathered.
 
-    These mesh axes shard both the axis of x's rows and the classes. They are the last (innermost)
-    mesh axes of the axis of rows, so that gathered rows are in order. If it is cheaper to gather
-    weight, because weight is smaller than x, all tuples are empty.
+    x is gathered before the loop, over mesh axes that shard both this axis and the classes. Among
+    the mesh axes of this axis, they must be the last (innermost) ones, so that gathered rows are in
+    order. If they are not, or if weight is smaller than x, weight is gathered instead of x, and all
+    tuples are empty.
 
     Args:
       x, weight: types of the arrays.
-      rows: for each axis of x's rows, the mesh axes that shard it.
+      rows: for each axis of x but the last, the mesh axes that shard it.
       classes: the mesh axes that shard the classes.
       mesh: the mesh.
     """
@@ -274,12 +280,13 @@ def _gathered_rows(
 def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
     """Choose an axis of the rows to shard over the mesh axis `name`; return its index, or None.
 
-    The choice is the first axis whose size is divisible by the number of shards. Axes that `name`
-    already shards in the labels are tried before the others. The result is None if no size is
-    divisible.
+    The rows have one or more axes: all axes of x but the last. The choice is the first axis whose
+    size is divisible by the number of shards. Axes along which the labels are already sharded over
+    `name` are tried first. The result is None if no size is divisible.
 
     Args:
-      rows: for each axis of the rows, the mesh axes that shard it. `name` is added in place.
+      rows: for each axis of the rows, the mesh axes that shard it. `name` is added to the tuple of
+        the chosen axis, in place.
       name: name of the mesh axis.
       labels: type of the labels, or of another array with the axes of the rows.
       mesh: the mesh.

@@ -49,8 +49,8 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
       call: the call.
       bind: ``bind(call, *arrays)`` binds the primitive for a call that may differ from `call`, for
         example by having fewer operands.
-      partitioned: function that is used if XLA's partitioner shards the arrays. It takes the call
-        and returns a function that has a partitioning rule, to which the call is lowered.
+      partitioned: function that is used if XLA's partitioner shards the arrays. It takes the call,
+        and returns a function that has a partitioning rule. The call is lowered to this function.
     """
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
@@ -123,8 +123,8 @@ def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
     """Return True if a kernel supports this backward pass of a norm, but not its operand dh.
 
     dh is a cotangent that the pass adds to dx. The transpose rule passes it to avoid a separate
-    addition; the user does not request this. If the implementation that the user requested does not
-    support dh, the call must not fail, so the addition is then done outside the kernel.
+    addition; the user does not request this. So if the requested implementation does not support
+    dh, the call must not fail. The addition is then done outside the kernel.
     """
     spec = call.spec
     takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
@@ -237,10 +237,10 @@ class _RowRules(Rules[Call]):
     def transposed_tangent(
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """Transpose a tangent pass: return a dict with the cotangents of its tangent operands.
+        """Transpose a tangent pass: return a dict from operand names to cotangents.
 
-        `cotangents` are the cotangents of its results. `names` are the names of the operands whose
-        cotangents are needed. A returned cotangent of None stands for zero.
+        `cotangents` are the cotangents of the tangent pass's results. `names` are the names of the
+        operands whose cotangents are needed. A returned cotangent of None stands for zero.
         """
         by_name, statistics = dict(zip(call.returns, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())

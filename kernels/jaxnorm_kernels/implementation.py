@@ -1,17 +1,18 @@
 """The interface between the API and its implementations (``xla``, ``mosaic``, ``triton``).
 
-An implementation is an :class:`Implementation`: one function for each pass, which runs every
-operation of `operations.OPERATIONS`. The functions get two-dimensional arrays ``(rows, cols)``
-whose last axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that describes
-everything else about the call. They do not depend on autodiff, sharding or Flax. To avoid a
-transpose, they also get arrays ``(outer, cols, inner)``, which are normalised over the middle axis,
-if ``takes_inner(spec)`` is True; see ``Spec.inner``. The statistics of such arrays have the shape
-``(outer * inner,)``.
+An implementation is an :class:`Implementation`: one function for each pass, which runs the pass of
+every operation of `operations.OPERATIONS`. The functions get two-dimensional arrays ``(rows,
+cols)`` whose last axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that
+describes everything else about the call. They do not depend on autodiff, sharding or Flax.
+
+If ``takes_inner(spec)`` is True, the functions also get arrays ``(outer, cols, inner)``, which are
+normalised over the middle axis. This avoids a transpose; see ``Spec.inner``. The statistics of such
+arrays have the shape ``(outer * inner,)``.
 
 Only the ``xla`` implementation also takes arrays of any shape, normalised over ``Spec.axes``. Such
-arrays may be sharded, and XLA might gather them if they were reshaped to rows. Only ``xla`` has a
-``tangent``, and a backward pass that also takes cotangents of the statistics. Forward mode and
-second derivatives need these.
+arrays may be sharded, and XLA might gather them if they were reshaped to rows. Only the ``xla``
+implementation has a ``tangent``, and a backward pass that also takes cotangents of the statistics.
+Forward mode and second derivatives need both.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ import jax
 from jaxnorm_kernels.specs import Spec, Stats
 
 # The value None, with the type Any. It is the default of fields that only some operations have. An
-# operation that has such a field always sets it. So the field can be annotated as jax.Array instead
-# of jax.Array | None.
+# operation that has such a field always sets it. So the annotation of the field can be jax.Array
+# instead of jax.Array | None.
 _ABSENT: Any = None
 
 
@@ -31,22 +32,26 @@ class Operands(NamedTuple):
     """The operands of a forward pass, or their tangents or gradients. Absent entries are None.
 
     Attributes:
-      x, teacher_logits, residual, gate: ``(rows, cols)``.
-      scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for n groups of rows.
-        next_scale is the scale of the second norm. branch_scale is a factor of x in h = residual +
-        branch_scale * x.
-      mask, logits_bias: a boolean and a float array, ``(n, cols)`` or ``(n, 1)``.
-        `LogitsOptions.mask_rows` and `SoftmaxOptions.logits_bias_rows` describe which of the n rows
-        belongs to a row of x. The gradient of the bias has the bias's shape. For the xla
-        implementation, mask and bias are arrays that broadcast to x's shape by numpy's rules.
-      labels: ``(rows,)``, of any integer dtype.
-      candidates: several labels of each row, ``(rows, k)``.
-      positions: a boolean mask, ``(rows,)``.
-      logits_scale: for each row, a factor of its logits, ``(rows,)``. Absent if the factor is a
-        static number.
-      cos, sin: the tables of a rotation, with a column for each pair of x's columns.
-        `NormOptions.table_rows` maps rows of x to rows of the tables. For the xla implementation,
-        the tables broadcast to x's other axes, and it also returns their gradients.
+      x, teacher_logits, residual, gate: arrays ``(rows, cols)``.
+      scale, bias, next_scale, branch_scale: arrays ``(cols,)``, or ``(n, cols)`` for n groups of
+        rows. next_scale is the scale of the second norm. branch_scale multiplies x in h = residual
+        + branch_scale * x.
+      mask: a boolean array, ``(n, cols)`` or ``(n, 1)``. `LogitsOptions.mask_rows` describes which
+        of the n rows belongs to a row of x. For the xla implementation, the mask broadcasts to x's
+        shape by numpy's rules instead.
+      logits_bias: a float array, ``(n, cols)`` or ``(n, 1)``. `SoftmaxOptions.logits_bias_rows`
+        describes which of the n rows belongs to a row of x. For the xla implementation, the bias
+        broadcasts to x's shape by numpy's rules instead. The gradient of the bias has the bias's
+        shape.
+      labels: an array ``(rows,)`` of any integer dtype.
+      candidates: an array ``(rows, k)`` with k labels for each row.
+      positions: a boolean array ``(rows,)``. The loss is 0 in rows where it is False.
+      logits_scale: an array ``(rows,)``. Each number multiplies the logits of its row. Absent if
+        all logits are multiplied by the same static number.
+      cos, sin: the tables of a rotation. They have one column for each pair of x's columns.
+        `NormOptions.table_rows` maps rows of x to rows of the tables. The xla implementation takes
+        tables that broadcast to x's other axes instead, and also returns the gradients of the
+        tables.
     """
 
     x: jax.Array = _ABSENT
@@ -71,7 +76,7 @@ class Residuals(NamedTuple):
     """The residuals that a tangent or a backward pass takes. Absent entries are None.
 
     Attributes:
-      saved: an operand or result, from which the derivative recomputes what is not saved.
+      saved: an operand or a result. The derivative recomputes from it what is not saved.
         `Spec.starts_from` is its name.
       x: the operand x, if the derivative needs it in addition to `saved`. An operation with two
         norms needs it because it is the input of the first norm. An operation with branch_scale
@@ -105,14 +110,15 @@ class Results(NamedTuple):
     """The results of a forward pass, or their tangents or cotangents. Absent entries are None.
 
     Attributes:
-      y: ``(rows, cols)`` for a norm or softmax; ``(rows,)`` for a loss, a divergence or a label's
-        log-probability; ``(rows, k)`` for the log-probabilities of k labels. The dtype is
-        ``spec.y_dtype``, or ``spec.norm.residual_dtype`` if y is the sum of a residual and a norm.
+      y: the output. It is an array ``(rows, cols)`` for a norm or softmax, ``(rows,)`` for a loss,
+        a divergence or a label's log-probability, and ``(rows, k)`` for the log-probabilities of k
+        labels. Its dtype is ``spec.y_dtype``, or ``spec.norm.residual_dtype`` if y is the sum of a
+        residual and a norm.
       h: the sum that is normalised, rounded to ``spec.norm.residual_dtype``. y is the norm of the
-        rounded sum. A plain norm has no h. If the cotangents of a plain norm have an h, this is an
-        extra cotangent of x.
-      stats: the row statistics, if ``spec.has_stats``.
-      entropy: the entropy of each row, ``(rows,)``, in ``spec.y_dtype``.
+        rounded sum. A plain norm has no h, but its cotangents may have one. It is then an extra
+        cotangent of x.
+      stats: the row statistics, if ``spec.has_stats`` is True.
+      entropy: the entropy of each row, an array ``(rows,)`` in ``spec.y_dtype``.
     """
 
     y: jax.Array = _ABSENT
@@ -122,7 +128,7 @@ class Results(NamedTuple):
 
 
 def _none(*_: Spec) -> None:
-    """Return None, for implementations that have no reason or caveat to return."""
+    """Return None. This function is for implementations that have no reason or caveat to return."""
 
 
 def takes_no_inner(spec: Spec) -> bool:
@@ -135,28 +141,32 @@ class Implementation(NamedTuple):
     """The functions of a backend, in the constant ``IMPLEMENTATION`` of its package.
 
     Attributes:
-      forward: returns the results that ``spec.outputs`` names; the other entries are None.
-      backward: returns the gradients, each in the dtype of its operand. The gradient of logits_bias
-        is returned only if the spec has a `logits_bias_dtype`. If there is a sum h, the gradient of
-        h is rounded to the residual's dtype, and is then the gradient of the residual. For h = x +
-        residual, the rounded array is cast to x's dtype, and is then the gradient of x. In the
-        other cases, x is normalised or scaled before the addition. The gradients of x, scale and
-        branch_scale may then be computed from the unrounded gradient of h. If y has no cotangent,
-        the gradient of h is the cotangent of h.
-      why_unsupported: returns a sentence that tells the user why the implementation cannot run a
-        call, or None if it can.
-      why_not_default: returns a sentence that says why this implementation is not the default for
-        a call; None if it is the default.
-      takes_inner: returns True if the implementation takes the ``(outer, cols, inner)`` arrays of a
-        call with ``spec.inner``.
-      platforms: returns the supported platforms ("cpu", "cuda", "rocm", "tpu"); None for all.
-      caveat: returns a sentence that warns the user if something about a call's kernel is unknown,
-        such as its time on the local GPU; None if there is nothing to say.
-      tangent: takes the tangents of the operands, where None stands for 0, and returns the tangents
-        of the results. For a plain norm, the tangent of h is the tangent of x. Only the xla
-        implementation has this function.
-      both: takes operands and cotangents, and returns results and gradients: the forward and the
-        backward pass in one kernel. Only the mosaic implementation has this function.
+      forward: a function that runs a forward pass. It returns the results that ``spec.outputs``
+        names. The other entries are None.
+      backward: a function that runs a backward pass. It returns the gradients, each in the dtype of
+        its operand. The gradient of logits_bias is returned only if the spec has a
+        `logits_bias_dtype`. If there is a sum h, the gradient of the residual is the gradient of h,
+        rounded to the residual's dtype. If h = x + residual, the gradient of x is this rounded
+        array, cast to x's dtype. For other sums h, x is normalised or scaled before the addition.
+        The gradients of x, scale and branch_scale may then be computed from the gradient of h
+        before it is rounded. If y has no cotangent, the gradient of h is the cotangent of h.
+      why_unsupported: a function that returns a sentence for users which says why the
+        implementation cannot run a call, or None if it can run the call.
+      why_not_default: a function that returns a sentence for users which says why this
+        implementation is not the default for a call, or None if it is the default.
+      takes_inner: a function that returns True if the implementation takes the ``(outer, cols,
+        inner)`` arrays of a call with ``spec.inner``.
+      platforms: a function that returns the supported platforms ("cpu", "cuda", "rocm", "tpu"), or
+        None if all are supported.
+      caveat: a function that returns a sentence which warns the user if something about a call's
+        kernel is unknown, such as its time on the local GPU. It returns None if there is nothing to
+        warn about.
+      tangent: a function that takes the tangents of the operands, where None stands for 0, and
+        returns the tangents of the results. For a plain norm, the tangent of h is the tangent of x.
+        None in all implementations but xla.
+      both: a function that takes operands and cotangents, and returns results and gradients. It
+        runs the forward and the backward pass in one kernel. None in all implementations but
+        mosaic.
     """
 
     forward: Callable[[Operands, Spec], Results]

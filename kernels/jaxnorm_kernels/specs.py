@@ -19,11 +19,11 @@ LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
 NormActivation = Literal["silu", "gelu", "relu"]
 Name = Literal["xla", "mosaic", "triton"]
 
-#: The float dtypes that every function supports.
+#: Names of the float dtypes that every function supports.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-#: Row statistics that the derivative needs. Each is an array ``(rows,)`` in the arithmetic dtype.
-#: If ``spec.has_stats`` is False, the tuple is empty. Otherwise:
+#: Row statistics that the derivative needs: a tuple of arrays ``(rows,)`` in the arithmetic dtype.
+#: It is empty if ``spec.has_stats`` is False. Otherwise:
 #:
 #: * A norm has ``(rstd,)`` or ``(rstd, mean)``. A call with two norms has one rstd for each norm.
 #: * A loss has ``(m, log_s)``. m is the maximum of the row's unmasked logits x, log_s is
@@ -36,7 +36,8 @@ Stats = tuple[jax.Array, ...]
 # For each dtype of y, the lower limit ("floor") of |scale + scale_offset| in a norm that saves its
 # output. Because of this limit, the backward pass can recover x_hat from y by a division. A floor
 # must be negligible next to ordinary scales. It must also be so large that 1 / floor**2, which
-# second derivatives need, is finite. The range of float16 contains no such number.
+# second derivatives need, is finite. float16 has no entry, because its range contains no such
+# number.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 
@@ -47,8 +48,10 @@ class Shared:
     Attributes:
       segments: a pair (size, has_axis) for each axis of x that is not normalised. has_axis is False
         if the operand is broadcast along this axis. Adjacent axes with equal has_axis are merged.
-        The rows of the operand are numbered in row-major order of the axes with has_axis True.
-      has_columns: True if the operand is ``(n, cols)``, False if it is ``(n, 1)``.
+        The rows of the operand are numbered in row-major order of the axes for which has_axis is
+        True.
+      has_columns: True if the operand has the shape ``(n, cols)``, False if it has the shape ``(n,
+        1)``.
     """
 
     segments: tuple[tuple[int, bool], ...]
@@ -61,15 +64,15 @@ class Shared:
 
     @property
     def sharing(self) -> int:
-        """Number of rows of x that share a row of the operand."""
+        """Number of rows of x that use the same row of the operand."""
         return math.prod(size for size, has_axis in self.segments if not has_axis)
 
     @property
     def run(self) -> int:
-        """Size of the last segment.
+        """Number of consecutive rows of x in a *run*: the size of the last segment.
 
-        Divide the rows of x into runs of this many consecutive rows. Either all rows of a run use
-        the same row of the operand, or they use consecutive rows of the operand.
+        The rows of x are divided into runs. If the operand is broadcast along the last segment, all
+        rows of a run use the same row of the operand. Otherwise, they use consecutive rows of it.
         """
         return self.segments[-1][0] if self.segments else 1
 
@@ -79,39 +82,42 @@ class NormOptions:
     """Options of a norm.
 
     Attributes:
-      scale_dtype, bias_dtype: dtype of the parameter and of its gradient; None if it is absent.
-      residual_dtype: dtype of the residual and of the sum with it. The sum is h if it is
-        normalised; it is y in y = residual + norm(x).
+      scale_dtype, bias_dtype: dtype of the parameter and of its gradient; None if the parameter is
+        absent.
+      residual_dtype: dtype of the residual, and of the sum of the residual and x or norm(x). This
+        sum is called h if it is normalised. In y = residual + norm(x), it is y.
       next_scale_dtype: dtype of the second norm's scale.
-      branch_scale_dtype: dtype of the factor of x in h = residual + branch_scale * x.
+      branch_scale_dtype: dtype of branch_scale, which multiplies x in h = residual + branch_scale *
+        x.
       gate_dtype: dtype of the gate.
-      table_dtype: dtype of the tables of a rotation.
+      table_dtype: dtype of cos and sin, the tables of a rotation.
       epsilon: the number that is added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: the number that is added to ``scale`` in the arithmetic dtype (1.0 for Gemma's
         ``1 + w``).
-      saved: the array that the backward pass starts from: "output" or "input". In an operation with
-        two norms, this describes the second norm. The backward pass of the first norm always starts
-        from x.
+      saved: the array from which the backward pass starts: "output" or "input". In an operation
+        with two norms, this is about the second norm. The backward pass of the first norm always
+        starts from x.
       activation: the name of a function of `jax.nn`, which is called with its default options, or
         None. In a gated norm, it is applied to the gate. In a plain norm that saves its input, it
         is applied to the result: `y = activation(norm(x))`.
-      norm_before_gate: True for y = norm(x) * a, False for y = norm(x * a), where a is
-        activation(gate).
+      norm_before_gate: True for y = norm(x) * activation(gate), False for y = norm(x *
+        activation(gate)).
       rotated: the number of columns that are rotated. They are the first columns of a row.
-      interleaved: True if a pair is columns 2i and 2i + 1, False if it is columns i and
-        `i + rotated / 2`.
+      interleaved: True if a pair of rotated columns is columns 2i and 2i + 1, False if it is
+        columns i and `i + rotated / 2`.
       table_rows: how rows of x map to rows of the tables.
-      wide: True if none of this norm's arrays is float64, but the norm computes in float64 because
-        another array of the call is float64.
-      scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter: 1 for a
-        parameter ``(cols,)``, which all rows of x share; n for a parameter ``(n, cols)``. In the
-        latter case, ``rows / n`` consecutive rows of x share a row of the parameter.
-      scattered: True if rows that are not consecutive share a scale, bias or branch_scale. Also
-        True if one of these parameters is broadcast along a normalised axis.
+      wide: True if this norm computes in float64 only because an array of the call that does not
+        belong to this norm is float64.
+      scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter. It is 1
+        for a parameter ``(cols,)``, which all rows of x share, and n for a parameter ``(n, cols)``.
+        Each of these n rows is shared by ``rows / n`` consecutive rows of x.
+      scattered: True if rows that are not consecutive share a row of scale, bias or branch_scale.
+        Also True if one of these parameters is broadcast along a normalised axis.
       inner_params: True if x is ``(outer, cols, inner)`` (see `Spec.inner`), and scale and bias
-        vary along `inner` instead of `cols`. Their shape is then ``(inner,)``. It is ``(n, inner)``
-        if the outer indices are divided into n groups of consecutive indices.
+        vary along `inner` instead of `cols`. They have the shape ``(n, inner)`` if the outer
+        indices are divided into n groups of consecutive indices with separate parameters.
+        Otherwise, they have the shape ``(inner,)``.
     """
 
     scale_dtype: np.dtype | None = None
@@ -144,10 +150,11 @@ class LogitsOptions:
 
     Attributes:
       has_mask: True if the call has a mask of columns.
-      mask_rows: how rows of x map to rows of the mask. None if there is no mask, or if it is
-        broadcast along some of the normalised axes but not all.
-      logits_scale: the factor of x, if it is a static number; 1 if the factor is an operand.
-      has_scale: True if the factor of x is an operand. It then has a number for each row.
+      mask_rows: how rows of x map to rows of the mask. None if there is no mask. Also None for a
+        mask that is broadcast along some but not all of the normalised axes, because such a mask is
+        neither ``(n, cols)`` nor ``(n, 1)``.
+      logits_scale: the number by which x is multiplied, if it is static; 1 if it is an operand.
+      has_scale: True if x is multiplied by an operand that has one number for each row.
     """
 
     has_mask: bool = False
@@ -164,16 +171,18 @@ class SoftmaxOptions(LogitsOptions):
       logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None if
         there is no bias. Also None in a backward pass that does not return the gradient of the
         bias.
-      logits_bias_shape: shape of the bias: x's shape, with 1 for the axes along which the bias is
+      logits_bias_shape: shape of the bias: x's shape, but 1 for the axes along which the bias is
         broadcast.
-      logits_bias_rows: how rows of x map to rows of the bias. None if there is no bias, or if it is
-        broadcast along some of the normalised axes but not all.
-      masked_logit: the value that replaces a masked logit. -inf excludes the logit, and the softmax
-        of a row without other logits is 0. A finite number is treated like any other logit, but has
-        no gradient.
+      logits_bias_rows: how rows of x map to rows of the bias. None if there is no bias. Also None
+        for a bias that is broadcast along some but not all of the normalised axes, because such a
+        bias is neither ``(n, cols)`` nor ``(n, 1)``.
+      masked_logit: the value that replaces a masked logit. If it is -inf, masked logits are
+        excluded, and the softmax of a row without other logits is 0. If it is a finite number, it
+        counts like any other logit, but has no gradient.
       causal: True if row i of each matrix includes only its columns j <= i.
-      queries: with ``causal``, the number of rows of each matrix.
-      queries_over: with ``causal``, the mesh axes over which the rows of each matrix are sharded.
+      queries: for a causal softmax, the number of rows of each matrix.
+      queries_over: for a causal softmax, the mesh axes over which the rows of each matrix are
+        sharded.
     """
 
     logits_bias_dtype: np.dtype | None = None
@@ -192,14 +201,14 @@ class LossOptions(LogitsOptions):
     Attributes:
       has_positions: True if the call has a mask of rows. The loss is 0 where the mask is False.
       label_smoothing, z_loss: coefficients of a cross-entropy; see the equation in `operations`.
-      logit_softcap: the cap c of logits c * tanh(logits_scale * x / c); None for no cap.
+      logit_softcap: the cap c if the logits are c * tanh(logits_scale * x / c); None for no cap.
       padding: the number of columns at the end of a row that are padding and not classes. dx is 0
         in these columns.
-      gradient_dtype: the dtype of dx. It is set only if the caller does not need x after the
-        backward pass. If it equals x_dtype, a kernel may write dx over x. If it is None, dx has
-        x_dtype, and x must not be overwritten.
+      gradient_dtype: the dtype of dx if the caller does not need x after the backward pass. A
+        kernel may then write dx over x if both have the same dtype. None if the caller still needs
+        x. dx then has x_dtype, and x must not be overwritten.
       teacher_dtype: dtype of a divergence's teacher logits; None for any other operation.
-      teacher_softcap: `logit_softcap` of the teacher's logits.
+      teacher_softcap: the cap of the teacher's logits, as `logit_softcap`; None for no cap.
       reverse: True for KL(student || teacher), False for KL(teacher || student).
     """
 
@@ -233,30 +242,31 @@ class Spec:
       rows, cols: shape of x as a two-dimensional array, in which each row is normalised.
       x_dtype: dtype of x and, by default, of its gradient dx.
       y_dtype: dtype of the output, such as a cross-entropy's loss, and of its cotangent dy.
-      outputs: names of results and statistics. The forward pass returns them, the tangent returns
-        their tangents, and the backward pass takes their cotangents. Without "y",
-        only the sum h is used: the forward pass of the xla implementation skips the norm, and the
-        backward pass takes only the cotangent of h. In a plain norm, "h" stands for x: the backward
-        pass takes an extra cotangent of x and adds it to dx, and the tangent of h is that of x.
+      outputs: names of results and statistics. The forward pass returns them, the tangent pass
+        returns their tangents, and the backward pass takes their cotangents. If "y" is not in
+        `outputs`, the caller uses only the sum h. The forward pass of the xla implementation then
+        skips the norm, and the backward pass takes only the cotangent of h. A plain norm has no h,
+        so "h" then stands for x: the tangent of h is the tangent of x, and the backward pass takes
+        an extra cotangent of x and adds it to dx.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
         requested (direction ``"bwd"``). A kernel may also return other gradients. A forward pass
         with ``wrt`` of ``("x",)`` is the forward and the backward pass of a loss in one: it also
         takes the cotangents of `outputs`, and returns the gradient of x.
       axes: the normalised axes of the arrays. Kernels always get arrays whose last axis is
-        normalised, or the middle axis if `inner` is set; only the xla implementation gets other
-        axes.
+        normalised, or whose middle axis is normalised if `inner` is above 1. Only the xla
+        implementation gets other axes.
       moved_axis: True if operands and results must be transposed to become two-dimensional arrays.
       inner: if above 1, arrays have the shape ``(outer, cols, inner)`` (see `strided`) and are
         normalised over the middle axis. Only an implementation whose `takes_inner` returns True
         gets such a spec.
-      inner_cols: if above 1, a row also includes this many adjacent elements of the inner axis,
-        such as the channels of a group in GroupNorm. Statistics then have the shape
-        ``(outer * inner / inner_cols,)``.
+      inner_cols: if above 1, a row consists of all columns of this many adjacent inner indices,
+        such as the channels of a group in GroupNorm. Statistics then have the shape ``(outer *
+        inner / inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded. ``cols``
-        is then the number of columns of all shards. Only the xla implementation supports sharded
-        columns.
-      axes_over: for each of ``axes``, the mesh axes over which it is sharded. Losses need them to
+        is then the number of columns of all shards together. Only the xla implementation supports
+        sharded columns.
+      axes_over: for each of ``axes``, the mesh axes over which it is sharded. Losses use them to
         find the shard that contains the column of a label.
     """
 
@@ -283,7 +293,7 @@ class Spec:
             raise TypeError(f"a {self.op} has {expected.__name__}: got {self.options!r}")
 
     def replaced(self, **changes: Any) -> "Spec":
-        """Return a copy with changed fields. They may be fields of the spec or of its options."""
+        """Return a copy with changed fields: fields of the spec or fields of its options."""
         own = {name: changes.pop(name) for name in _FIELDS & changes.keys()}
         if changes:
             options = own.get("options", self.options)
@@ -292,7 +302,7 @@ class Spec:
 
     @functools.cached_property
     def norm(self) -> NormOptions:
-        """The options of a norm; default options if the operation is no norm."""
+        """The options of a norm; default options if the operation is not a norm."""
         return self.options if isinstance(self.options, NormOptions) else _NO_NORM
 
     @functools.cached_property
@@ -316,7 +326,7 @@ class Spec:
         return OPERATIONS[self.op]
 
     def has(self, operand: str) -> bool:
-        """Return True if the call has an operand, or a saved result, with this name."""
+        """Return True if the call has an operand or a saved result with the name `operand`."""
         match operand:
             case "x" | "labels" | "candidates" | "cos" | "sin" | "entropy" | "y":
                 return True
@@ -344,7 +354,7 @@ class Spec:
 
     @functools.cached_property
     def dx_dtype(self) -> np.dtype:
-        """dtype of dx, the gradient of x."""
+        """The dtype of dx, the gradient of x."""
         return self.loss.gradient_dtype or self.x_dtype
 
     @functools.cached_property
@@ -354,21 +364,21 @@ class Spec:
 
     @functools.cached_property
     def operand_dtypes(self) -> list[np.dtype]:
-        """Dtypes of the operands of x's shape; x comes first."""
+        """Dtypes of the operands that have x's shape. x comes first."""
         return self._dtypes_of_arrays(self.operation.operands)
 
     @functools.cached_property
     def kept_dtypes(self) -> list[np.dtype]:
-        """Dtypes of the further arrays that the derivative takes in addition to `Residuals.saved`.
+        """Dtypes of the arrays that the derivative takes in addition to `Residuals.saved`.
 
-        Only arrays that have the shape of x count.
+        Only arrays that have x's shape are included.
         """
         x = ("x",) * (self.norm.branch_scale_dtype is not None)
         return self._dtypes_of_arrays((*x, *self.operation.keeps))
 
     @functools.cached_property
     def operand_waits(self) -> bool:
-        """True if a residual or gate can be loaded after the statistics of x are computed."""
+        """True if a kernel needs the residual or gate only after the statistics of x."""
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
@@ -387,7 +397,7 @@ class Spec:
 
     @functools.cached_property
     def compute_dtype(self) -> np.dtype:
-        """dtype of the arithmetic: float64 if an array of rows is float64, else float32.
+        """The dtype of the arithmetic: float64 if an array of rows is float64, otherwise float32.
 
         Both norms of a call use the same dtype, so that all statistics have one dtype.
         """
@@ -398,19 +408,22 @@ class Spec:
 
     @functools.cached_property
     def logit_factor(self) -> float:
-        """The last factor of a loss's logits: the cap in cap * tanh(...), else `logits_scale`."""
+        """The number by which a loss finally multiplies its logits.
+
+        It is the cap in cap * tanh(...) if there is a cap, otherwise `logits_scale`.
+        """
         return (
             self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
         )
 
     @functools.cached_property
     def drops_masked(self) -> bool:
-        """True if masked entries are excluded, False if they are replaced by a finite logit."""
+        """True if masked entries are excluded, False if a finite logit replaces them."""
         return self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
     def renormalises(self) -> bool:
-        """True if y is a softmax that is rounded to 16 bits. Its derivative must divide by sum(y).
+        """True if y is a softmax that is rounded to 16 bits. Its derivative divides by sum(y) then.
 
         Let d be the cotangent of y. If a row of y is nearly one-hot, the two terms of d - sum(d *
         y) nearly cancel. Without the division, the rounding error of y would dominate their
@@ -420,15 +433,15 @@ class Spec:
 
     @functools.cached_property
     def drops_entries(self) -> bool:
-        """True if some entries of a softmax may be excluded."""
+        """True if some entries of a softmax may be excluded, by a mask or a causal mask."""
         return self.softmax.causal or (self.logits.has_mask and self.drops_masked)
 
     @functools.cached_property
     def reads_mask(self) -> bool:
         """True if the pass reads the mask.
 
-        A softmax's backward pass need not read the mask if masked entries are excluded: they have y
-        = 0, and the gradient of any entry with y = 0 is 0.
+        A softmax's backward pass need not read the mask if the forward pass replaces masked logits
+        by -inf. Masked entries then have y = 0, and the gradient of any entry with y = 0 is 0.
         """
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
         return self.logits.has_mask and not shows
@@ -485,7 +498,7 @@ class Spec:
 
     @functools.cached_property
     def groups(self) -> int:
-        """Number of groups of rows with separate parameters."""
+        """Number of groups of rows that have separate parameters."""
         return max(self.norm.scale_groups, self.norm.bias_groups, self.norm.branch_scale_groups)
 
     @functools.cached_property
@@ -499,9 +512,9 @@ class Spec:
     def clips_x_hat(self) -> bool:
         """True if a backward pass from y must clip x_hat = (y - bias) / G to its true bound.
 
-        G is scale + scale_offset. x_hat may be inaccurate, and larger than its bound, in two cases:
+        G is scale + scale_offset. x_hat may be inaccurate and exceed its bound in two cases:
 
-        * There is a bias. The rounding error of y - bias may be large relative to G.
+        * The norm has a bias. The rounding error of y - bias may be large compared with G.
         * |G| has no lower limit. If G is tiny, y is a small multiple of the smallest number of its
           dtype, so its relative rounding error is large.
 
@@ -512,9 +525,9 @@ class Spec:
 
     @functools.cached_property
     def reads_bias(self) -> bool:
-        """True if a norm's backward pass needs the bias.
+        """True if the backward pass of a norm needs the bias.
 
-        It is needed to compute x_hat from y, or to recompute the input of an activation.
+        The bias is needed to compute x_hat from y, or to recompute the input of an activation.
         """
         has_use = self.norm.saved == "output" or self.norm.activation is not None
         return has_use and self.norm.bias_dtype is not None
@@ -523,10 +536,10 @@ class Spec:
     def y_limit(self) -> float | None:
         """The magnitude to which the backward pass clips y; None if it does not clip y.
 
-        The largest float16 is 65504, and x_hat * (scale + scale_offset) may exceed it. If y becomes
-        inf and is passed to a bounded function such as tanh, the cotangent of y is 0. The backward
-        pass multiplies this cotangent by y. Without the limit, the product 0 * inf would be NaN,
-        and so would the mean over the row.
+        The largest float16 is 65504, and x_hat * (scale + scale_offset) may exceed it, so that y is
+        inf. If y is then passed to a bounded function such as tanh, the cotangent of y is 0. The
+        backward pass multiplies this cotangent by y. Without the limit, the product 0 * inf would
+        be NaN, and so would the mean over the row.
         """
         grows = self.norm.scale_dtype is not None or self.norm.bias_dtype is not None
         stored = self.norm.saved == "output" and self.y_dtype.name == "float16"

@@ -81,13 +81,13 @@ def test_products(compiler: Compiler, reduction, rows, options):
     ]
     assert len(made) == (1 if bodies else 0), made
     # For log-probabilities, the logits are float32 and exist at the same time as their 16-bit
-    # gradient.
+    # gradient. So the peak is 6 bytes per logit of a chunk; for other losses, it is 2 bytes.
     chunk = 2 * options["chunk"] * V * (3 if reduction == "log_prob" else 1)
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + chunk
 
 
 def test_dlogits_take_the_logits_place(compiler: Compiler):
-    """Gradients overwrite arrays: the logits, and the weight if it is donated."""
+    """The logits' gradient overwrites the logits, and the weight's gradient a donated weight."""
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     # One kernel is in the loop, and one precedes it.

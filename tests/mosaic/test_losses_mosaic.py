@@ -131,8 +131,8 @@ def check(
     rows, classes = x.shape
     has = {"has_positions": positions is not None, "padding": padding}
     spec = make_spec(op, rows, classes + padding, x.dtype, **has, **options)
-    # The padding has the largest number: it must not enter a sum, and its gradient must be 0,
-    # because matmuls follow.
+    # The padding is filled with the dtype's largest number. It must not be added to any sum. Its
+    # gradient must be 0, because later matmuls read it.
     wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
     d = cotangents(op, d)
     arrays = [a for a in (wide, labels, *d, positions) if a is not None]
@@ -147,8 +147,8 @@ def check(
     assert_within(dx[:, :classes], expected.gradient(*d), expected.gradient_bound(*d))
 
 
-# A thread processes a row in steps of 16 bytes. With these widths, all steps are full, or the last
-# one is partial, or rows are unaligned, or a row has less than 16 bytes per thread.
+# A thread processes a row in steps of 16 bytes. The widths cover four cases: all steps are full;
+# the last step is partial; rows are unaligned; a row has less than 16 bytes per thread.
 @pytest.mark.parametrize(
     ("op", "cols", "dtype", "schedule", "options"),
     [
@@ -527,7 +527,7 @@ def test_registers(cols, dtype, op, options, registers, compiler):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @each_loss
 def test_nothing_else_of_the_logits_size(op, dtype, implementation, compiler):
-    """On a GPU, the logits' gradient is the only array of their size that a program allocates.
+    """On a GPU, a program allocates only one array of the logits' size: the logits' gradient.
 
     By default the program is two kernels. With implementation="xla" it consists of fusions.
     """

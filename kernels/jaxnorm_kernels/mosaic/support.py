@@ -111,9 +111,10 @@ _CANNOT: Table = (
 # (`tests/mosaic/test_blackwell.py`).
 _NOT_TIMED = (100,)
 
-# Calls for which XLA's code is faster than the kernels, or for which neither was timed. The times
-# were measured on one H200 with jax 0.11.2 (`python -m benchmarks.run`; results in
-# benchmarks/results/nvidia_h200). Forward kernels were never slower than XLA.
+# Reasons to leave a call to XLA by default: XLA's code is faster than the kernels, or the kernels
+# were not timed on this GPU. The times were measured on one H200 with jax 0.11.2 (`python -m
+# benchmarks.run`; results in benchmarks/results/nvidia_h200). Forward kernels were never slower
+# than XLA.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
@@ -170,7 +171,10 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """If the kernels were not timed on the local GPU, return a sentence that says so, else None."""
+    """Return a sentence that says that the kernels were not timed on the local GPU, or None.
+
+    If they were timed on such a GPU, None is returned.
+    """
     del spec
     if local_capability() not in _NOT_TIMED:
         return None
@@ -186,7 +190,7 @@ def _is_held(spec: Spec) -> bool:
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:
-        return True  # If rows are too long for the fused kernel, a separate kernel runs each norm.
+        return True  # If rows are too long for one kernel, each norm is run by a separate kernel.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
 
@@ -194,9 +198,12 @@ def _is_held(spec: Spec) -> bool:
 def _norm_bwd(spec: Spec) -> bool:
     """Return True if the limits of `norm_schedule` apply to the call.
 
-    They apply to backward passes of norms, except for two kinds of call. If the call adds a
-    residual without a branch scale, each norm of the call is checked separately. If the norm has a
-    rotation, other kernels run the call.
+    They apply to backward passes of norms. There are two exceptions:
+
+    * Calls that add a residual without a branch scale. Their backward pass consists of the backward
+      passes of their norms. `refusals.first` applies the limits to each of these norms, so the call
+      itself need not be checked.
+    * Norms with a rotation, because other kernels run them.
     """
     is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
     has_own_rows = is_plain_sum or spec.norm.table_dtype is not None

@@ -1,19 +1,20 @@
 """softmax and log_softmax over ``spec.axes``, with a backward pass from the output.
 
-For z = scale * x + bias, m = max(z) and d = dy, with all sums over a row:
+Let z = scale * x + bias, m = max(z) and d = dy. All sums are over a row, except for the sum in
+dbias:
 
     softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
-    both         dx = scale * dz,  dbias = sum(dz) where the bias is broadcast
+    both         dx = scale * dz,  dbias = sum(dz) over the axes along which the bias is broadcast
 
-dbias is summed over the axes along which the bias is broadcast. softmax's Jacobian is symmetric: if
-t is the tangent of z, the tangent of y is y * (t - sum(t * y) / sum(y)). sum(y) is
-computed only if y is rounded to 16 bits (`Spec.renormalises`). Otherwise, it is taken to be 1.
+The Jacobian of softmax is symmetric: if t is the tangent of z, the tangent of y is y * (t - sum(t *
+y) / sum(y)). sum(y) is computed only if y is rounded to 16 bits (`Spec.renormalises`). Otherwise,
+it is taken to be 1.
 
-An entry is masked if ``mask`` is False for it, or if ``causal`` is set and it is beyond the
-diagonal. The result is the softmax of a row's unmasked entries. For masked entries, y is 0
+An entry is masked if ``mask`` is False for it, or if ``causal`` is set and it is above the
+diagonal. The result is the softmax of the row's unmasked entries. For masked entries, y is 0
 (softmax) or -inf (log_softmax) and the gradient is 0, even if all entries of the row are masked. If
-``SoftmaxOptions.masked_logit`` is finite, it replaces masked logits, which then count like other
+``SoftmaxOptions.masked_logit`` is finite, it replaces masked logits. They then count like other
 logits.
 """
 
@@ -36,7 +37,7 @@ from jaxnorm_kernels.xla.reductions import (
 
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the softmax y in ``spec.y_dtype``. Masked entries are 0."""
+    """Return the softmax y in ``spec.y_dtype``. It is 0 for masked entries."""
     kept, z = _logits(operands, spec)
     e = jnp.exp(z - row_max(z, spec))
     total = row_sum(e, spec)
@@ -71,7 +72,7 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
-    """Return the log_softmax y in ``spec.y_dtype``. Masked entries are -inf."""
+    """Return the log_softmax y in ``spec.y_dtype``. It is -inf for masked entries."""
     kept, z = _logits(operands, spec)
     m = on_cpu(lax.optimization_barrier, row_max(z, spec))
     total = sum_apart(jnp.exp(z - m), spec)
@@ -113,8 +114,9 @@ def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
     """Set masked entries of v to 0, and return the product of softmax's Jacobian and v.
 
-    An optimization barrier on CPUs keeps XLA from masking v before the forward pass and storing the
-    result. Allocating memory for this array would take longer than masking v where it is used.
+    On CPUs, an optimization barrier over v and y makes the masking of v wait for y. Otherwise, XLA
+    would mask v before the forward pass and store the masked array until the backward pass.
+    Allocating memory for it takes longer than masking v where it is used.
     """
     v, y = on_cpu(lax.optimization_barrier, (v, y))
     return _jacobian(y, _masked(v, kept, spec), spec)
@@ -131,9 +133,9 @@ def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
 
 
 def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
-    """Return the gradients of x and of the bias, given the gradient dz of z = scale * x + bias.
+    """Return the gradients of x and of the bias, given `dz`, the gradient of z = scale * x + bias.
 
-    The bias's gradient is summed over the axes along which the bias is broadcast.
+    The gradient of the bias is summed over the axes along which the bias is broadcast.
     """
     dbias = None
     if spec.softmax.logits_bias_dtype is not None:
@@ -144,10 +146,10 @@ def _gradients(dz: jax.Array, residuals: Residuals, spec: Spec) -> Operands:
 
 
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array]:
-    """Return a mask of unmasked entries, and the logits z.
+    """Return two arrays: a mask, and the logits z.
 
-    If all entries are unmasked, the mask is None. Masked entries of z are
-    `SoftmaxOptions.masked_logit`.
+    The mask is True for unmasked entries. It is None if all entries are unmasked. In masked
+    entries, z is `SoftmaxOptions.masked_logit`.
     """
     x, bias = operands.x, operands.logits_bias
     kept = _kept(operands.mask, x.shape, spec)
@@ -158,9 +160,9 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
-    """Return a boolean array, True for unmasked entries, or None if all entries are unmasked.
+    """Return a mask that is True for unmasked entries, or None if all entries are unmasked.
 
-    The array broadcasts to x's shape.
+    The mask broadcasts to x's shape.
     """
     if not spec.softmax.causal:
         return mask
@@ -182,10 +184,12 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
 def _without_masked_nan(y: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
     """Set the masked entries of the softmax y to 0.
 
-    They are 0 already, unless all of the row is NaN because its sum is. The sum is NaN if an
-    unmasked entry is NaN. It is also NaN if all entries are masked, because the maximum m is then
-    -inf, and so z - m is NaN. Such rows are rare. A CPU looks for them by their first entries, and
-    skips the pass over y if it finds none.
+    They are 0 already, except in rows whose sum is NaN. In such a row, all of y is NaN. The sum is
+    NaN if an unmasked entry is NaN. It is also NaN if all entries are masked, because the maximum m
+    is then -inf, so that z - m is NaN.
+
+    Such rows are rare. A CPU reads the first entry of each row to find out whether there are any.
+    If there are none, it skips the pass over y.
     """
 
     def masked(y: jax.Array) -> jax.Array:
@@ -202,9 +206,9 @@ def _without_masked_nan(y: jax.Array, mask: jax.Array | None, spec: Spec) -> jax
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
     """Return v with masked entries set to 0, even if they are infinite or NaN.
 
-    Cotangents are masked before any multiplication, because 0 * inf would make the row NaN. Results
-    that were multiplied by a sum over the row are masked, too. If one element of the row is NaN,
-    the sum is NaN, and so is the product in masked entries.
+    Cotangents are masked before any multiplication, because 0 * inf would make the row NaN.
+    Products with a sum over the row are masked, too: if one element of the row is NaN, the sum is
+    NaN, and so is the product in masked entries.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)

@@ -1,4 +1,4 @@
-"""Backward passes of cross-entropy and of the label's log-probability with the entropy.
+"""Backward passes of two operations: cross-entropy, and log-probability of the label with entropy.
 
 x is a row of V logits, j the index of a column, and l the label. [j = l] is 1 if j equals l, else
 0. The forward pass saves x and two statistics: m = max(x), and log(s) with s = sum(exp(x - m)). The
@@ -85,7 +85,7 @@ def gradient(
     def with_label() -> jax.Array:
         return jnp.where(columns == label.label - unit.start, dz + of_label, dz)
 
-    # Only a few units contain the label, so the other units' columns are not compared with it.
+    # Most units do not contain the label. Compare the columns with the label only in units that do.
     dx = times_slope(lax.cond(label.is_in_unit, with_label, lambda: dz), g_x, spec)
     if not spec.loss.padding:
         return dx

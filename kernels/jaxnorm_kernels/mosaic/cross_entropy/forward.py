@@ -1,4 +1,6 @@
-"""Forward pass of cross-entropy, and of the label's log-probability with the entropy.
+"""Forward passes of two operations: cross-entropy, and log-probability of the label with entropy.
+
+The second operation returns two results: the log-probability of the label, and the entropy.
 
 For a row x of V logits with the label l, a = label_smoothing and b = z_loss::
 
@@ -9,8 +11,8 @@ For a row x of V logits with the label l, a = label_smoothing and b = z_loss::
 r is a number near the logits, so that the sum of x - r loses little accuracy: r = x_l, or 0 if x_l
 is infinite. Both terms of the entropy, log(s) and -T / s, are nonnegative, so nothing cancels.
 Columns of padding are treated as logits of -inf. With a logits scale or a softcap, the logits are
-f * g(x), as defined in the module `logits`. In the formulas, x then stands for g(x), and
-differences are multiplied by f.
+f * g(x), as defined in the module `logits`. The formulas then hold with f * g(x) in place of x. The
+kernel computes m and all differences from g(x), and multiplies them by f when it uses them.
 
 A row is read once, in a loop. Each thread keeps the maximum of the elements that it has read so
 far, and sums relative to this maximum. When the maximum grows to m', the sums are rescaled::
@@ -18,12 +20,14 @@ far, and sums relative to this maximum. When the maximum grows to m', the sums a
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
-The sums of threads, warps and warpgroups are merged in the same way. The loop leaves out the
-label's own term, and computes s_o, the sum of the other terms. If s_o is small, log(1 + s_o) is
-accurate, while the logarithm of the rounded sum is not::
+The sums of threads, warps and warpgroups are merged in the same way.
 
-    log(s) = log1p(s_o)                 if D = 0: the label has the maximum, and its term is 1
-             log1p(s_o - 1 + exp(-D))   otherwise: s_o contains the maximum's term, which is 1
+The label's own term of s is exp(x_l - m) = exp(-D). The loop leaves it out, and computes s_o, the
+sum of the other terms. So s = s_o + exp(-D). One term of s is 1, the term of the maximum. log1p
+computes log(s) accurately from the sum of the other terms, even if this sum is small::
+
+    D = 0:   the label has the maximum, exp(-D) = 1          log(s) = log1p(s_o)
+    D > 0:   another column has it, and s_o contains the 1   log(s) = log1p((s_o - 1) + exp(-D))
 """
 
 import functools
@@ -59,8 +63,9 @@ from jaxnorm_kernels.mosaic.device.threads import (
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-#: (m, s) or (m, s, t) of the columns read so far, as the module's docstring defines m and s. With
-#: label smoothing, t is the sum of x - r. For the entropy, t is T / f. Otherwise, there is no t.
+#: A tuple (m, s) or (m, s, t) of the columns that have been read so far. The module's docstring
+#: defines m, s, r and T. With label smoothing, t is the sum of x - r. If the entropy is returned, t
+#: is T / f, where f is the factor of the logits f * g(x). Otherwise, there is no t.
 Sums = tuple[jax.Array, ...]
 
 
@@ -71,8 +76,8 @@ Sums = tuple[jax.Array, ...]
 # row per SM use `_SHARE_BYTES_OF_FEW` instead: more warpgroups per row are better there.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
 # Number of columns that a thread adds up in one step of the loop over a row. With this number, a
-# thread needs at most 64 registers, so an SM runs 1024 threads. Together, these have 32 KiB of
-# loads in flight.
+# thread needs at most 64 registers, so an SM runs 1024 threads. Together, these threads have 32 KiB
+# of loads in flight.
 COLUMNS = 16
 
 
@@ -145,7 +150,8 @@ def reduction(
     The results include the statistics m and log(s).
     """
     steps = Steps(units_of(spec), schedule, row)
-    # Start the slowest loads first: the label's logit waits for the label.
+    # Load the label first. Its logit can be loaded only after the label has arrived, so these two
+    # loads together take longest.
     label = read_label(labels, row)
     first = load_units(steps.first(), x, row)
     # An invalid label is clipped to a column, so that nothing outside the row is read.
@@ -186,7 +192,8 @@ def _add(
         shifted = [where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
         t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
     others = [where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-    # Only a few units contain the label, so the other units' columns are not compared with it.
+    # Most calls of this function add units that do not contain the label. Compare columns with the
+    # label only if one of the units does.
     has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
     others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
     grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))

@@ -60,9 +60,10 @@ from jaxnorm_kernels.mosaic.device.threads import (
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-# These constants determine the number of warpgroups of a block, as in the module `forward`. A share
-# counts the bytes of both rows. With more than two warpgroups per block, an SM's registers would
-# not suffice for two blocks, because each thread has six sums.
+# These constants determine the number of warpgroups of a block, as in the module `forward`. A block
+# has one warpgroup for each `_SHARE_BYTES` of input. The input is a row of the student's logits and
+# a row of the teacher's. With more than two warpgroups per block, an SM's registers would not
+# suffice for two blocks, because each thread has six sums.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
@@ -99,9 +100,9 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two logits z = f * g(x), from their values of g.
+        """Return the difference of two logits z = f * g(x), given g of each.
 
-        The result is exactly 0 for equal logits with equal softcaps.
+        If the two logits and their softcaps are equal, the result is exactly 0.
         """
         if self.p.logit_factor == self.q.logit_factor:
             return f_times(p - q, self.p)
@@ -207,8 +208,8 @@ def _terms(
     e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
-    # If e_P is 0, the term e_P * u is 0, with one exception: if u is +inf, Q is 0, and P is not 0
-    # although e_P has underflowed to 0. The divergence is then infinite.
+    # If e_P is 0, the term e_P * u is 0. There is one exception: u = +inf. Q is 0 there, but P is
+    # positive, although e_P has underflowed to 0. The term and the divergence are then infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))

@@ -24,11 +24,13 @@ _FAR = -1e20
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
-    """Compute g, the (capped) logits before the factor f, in float32.
+    """Compute g, the logits before the multiplication by f, in float32.
 
-    x is an array of logits, or the scalar logit of the label. For float32 logits, the absolute
-    error of tanh is at most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh, because with the
-    accurate one the forward pass reached only 0.47 of a copy's bandwidth (H200).
+    The logits of the loss are z = f * g(x). Without a softcap, g(x) is x. With a softcap, it is
+    tanh(x * logits_scale / logit_softcap). x is an array of logits, or the scalar logit of the
+    label. For float32 logits, the absolute error of tanh is at most 2 ulp of 1. Arrays of 16-bit
+    logits use a faster tanh. With the accurate tanh, the forward pass reached only 0.47 of a copy's
+    bandwidth (H200).
     """
     if spec.loss.logit_softcap is None:
         return x
@@ -39,12 +41,16 @@ def g(x: jax.Array, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
-    """Multiply a difference of two values of g by f: the result is a difference of logits z."""
+    """Return f * `difference`, for the factor f of the logits z = f * g(x).
+
+    If `difference` is the difference of two values of g, the result is the difference of the two
+    logits z.
+    """
     return difference if spec.logit_factor == 1 else jnp.float32(spec.logit_factor) * difference
 
 
 def finite(exponent: jax.Array) -> jax.Array:
-    """Raise an exponent below `_FAR` to `_FAR`, so that multiples of it stay finite."""
+    """Return `exponent`, raised to `_FAR` if it is smaller, so that its multiples stay finite."""
     return jnp.maximum(exponent, _FAR)
 
 

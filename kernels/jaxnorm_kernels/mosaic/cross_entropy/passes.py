@@ -1,4 +1,4 @@
-"""The forward and the backward pass over rows of logits, for all losses and divergences.
+"""The loops over rows of logits in the forward and backward passes of losses and divergences.
 
 The forward pass reads a row once, in a loop over steps, and reduces it to a few numbers. In the
 backward pass, an element of the gradient does not depend on other elements of the row. So each
@@ -111,10 +111,11 @@ class Steps(NamedTuple):
 
         Args:
           load: a function that returns the elements of a list of units.
-          add: ``add(sums, units, elements, mine)`` adds the elements of units to the sums. If
-            `mine` is a bool, they are added only where it is True; None stands for True.
+          add: ``add(sums, units, elements, mine)`` returns `sums` with the elements of `units`
+            added. `mine` is None or a scalar bool. If it is False, no element is added, because
+            another warpgroup adds them.
           sums: the initial value of the sums.
-          raw: the elements of the units that `first` returns.
+          raw: the loaded elements of the first step's units, which the method `first` returns.
         """
 
         def advance(i: Any, carry: tuple[Raw, Sums]) -> tuple[Raw, Sums]:
@@ -144,8 +145,9 @@ class Steps(NamedTuple):
 def fresh_of(units: Sequence[Unit], mine: Any) -> list[jax.Array | None]:
     """Return, for each unit, a mask of the elements that are added to the sums.
 
-    A mask of None means that all elements are added. If `mine` is a bool, elements are added only
-    where it is True; None stands for True.
+    A mask of None means that all elements are added. `mine` is None or a scalar bool. If it is
+    False, no element is added, because another warpgroup adds the elements. None means the same as
+    True.
     """
     fresh = [unit.is_fresh() for unit in units]
     if mine is not None:
@@ -154,7 +156,7 @@ def fresh_of(units: Sequence[Unit], mine: Any) -> list[jax.Array | None]:
 
 
 def where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
-    """Return `value` where the mask is True or None, and `other` elsewhere."""
+    """Return `value` where the mask is True, and `other` elsewhere. None is a mask of all True."""
     return value if mask is None else jnp.where(mask, value, other)
 
 
@@ -175,7 +177,7 @@ def launch_forward(
       arrays: the operands. The first one is x.
       compute: ``compute(row, operands, results, gather)`` processes one row. `operands` and
         `results` are refs. `gather` collects the sums of all warps that share the row.
-      sums: the number of sums of each warp.
+      sums: the number of sums that each warp contributes to `gather`.
     """
     gather = Gather(schedule.warpgroups, values=sums)
     scratch_types = gather.scratch()
@@ -212,9 +214,9 @@ def store_row(
     reduce: Callable[[], Sequence[Any]],
     otherwise: Sequence[float],
 ) -> None:
-    """Store the results of a row: those of `reduce`, or `otherwise` if the position is masked.
+    """Store the results of a row: ``reduce()``, or `otherwise` if the row's position is masked.
 
-    `positions` is a list with the mask of positions, or an empty list if there is no mask.
+    `positions` is a list that contains the mask of positions. It is empty if there is no mask.
     """
     run_unmasked(
         row,
@@ -253,7 +255,8 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
     label = load(labels.at[row], None)
     if label.dtype.itemsize < 8:
         return label.astype(jnp.int32)
-    # Kernels are traced without 64-bit types, so 2^31 is no integer. Compare in float32 instead.
+    # Kernels are traced without 64-bit types, so 2^31 cannot be represented as an integer. Compare
+    # in float32 instead.
     fits = jnp.abs(label.astype(jnp.float32)) < 2.0**31
     return jnp.where(fits, label.astype(jnp.int32), -1)
 
@@ -263,12 +266,13 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LossBackwardSchedule:
-    """How rows are split into blocks, which have one warpgroup each.
+    """How a row is divided among blocks. Each block has one warpgroup.
 
     Attributes:
-      units: the number of units per block. For rows of 32768 bfloat16 elements, four units reach
-        0.98 of a copy's bandwidth, and two units 0.97. With a softcap, four reach 0.90, and two
-        0.86 (H200). More units per block take registers that other blocks of the SM need.
+      units: the number of units per block. For rows of 32768 bfloat16 elements, a kernel with four
+        units reaches 0.98 of a copy's bandwidth, and with two units 0.97. With a softcap, it
+        reaches 0.90 with four units, and 0.86 with two (H200). More units per block take registers
+        that other blocks of the SM need.
     """
 
     units: int = 4
@@ -298,12 +302,17 @@ def launch_backward(
     Args:
       logits: x and, for a divergence, the teacher's logits.
       labels: a label for each row, or None.
-      numbers: arrays with a number for each row. The second array is the log(s) of x, which is
-        -inf in masked rows. dx is 0 in these rows.
-      gradient: a function that returns dx of a unit in float32, for a row that is not masked. Its
-        arguments are the unit's elements of each array in `logits`, in float32; the unit; the
-        column indices of the elements, relative to the unit's first column; the `Label`, if there
-        are labels; and the row's values of `numbers`.
+      numbers: arrays with a number for each row. The second array must be the saved statistic
+        log(s) of x. In masked rows, it is -inf, and dx is 0.
+      gradient: a function that returns dx of a unit in float32, for a row that is not masked. It is
+        called with positional arguments, in this order:
+
+        * the unit's elements of x, in float32;
+        * the unit's elements of the teacher's logits, in float32, only for a divergence;
+        * the unit;
+        * the index of each element's column, relative to the unit's first column;
+        * the row's `Label`, only if there are labels;
+        * a list with the row's value of each array in `numbers`.
     """
     of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
@@ -316,8 +325,9 @@ def launch_backward(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Unit]) -> None:
-            # Load the logits first. The row's few other numbers (statistics, cotangents) then
-            # arrive at the same time.
+            # Start the loads of the logits first, and the loads of the row's few other numbers
+            # (statistics, cotangents) right after them, so that all of them are in flight at the
+            # same time.
             raw = [load_units(of_block, ref, row) for ref in logit_refs]
             label = None if labels is None else read_label(others[0], row)
             values = [load(ref.at[row], None) for ref in others[labels is not None :]]
