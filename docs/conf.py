@@ -50,7 +50,7 @@ napoleon_use_rtype = False
 
 
 def link_files(app: Sphinx, name: str, source: list[str]) -> None:
-    """Let links to Markdown files outside `docs` point to the files, which are not pages."""
+    """Link Markdown files outside `docs` as files, because Sphinx builds no pages from them."""
     source[0] = re.sub(r"\]\((\.\./[^)]*\.md)\)", r"](path:\1)", source[0])
 
 

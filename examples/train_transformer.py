@@ -233,9 +233,10 @@ def freed(config: Config, runs: Sequence[report.Run]) -> list[tuple[float, float
 
 def caption(config: Config) -> str:
     """Return a Markdown sentence that explains the last two columns of the table."""
+    size = activation_bytes(config) / report.MIB
     return (
-        "The last two columns say how much memory a row frees relative to the row before it, in "
-        f"T*d activations per layer (T*d = {activation_bytes(config) / report.MIB:.2f} MiB)."
+        "The last two columns say how much less memory a row needs than the row above it. The unit "
+        f"is one activation (tokens x width, {size:.2f} MiB) per layer."
     )
 
 
