@@ -83,14 +83,15 @@ def where_ahead(found: Iterable[Ahead]) -> str:
             by_cell[each.question] = max(each.ratio, by_cell.get(each.question, 1.0))
     large = [ratio for cell, ratio in by_cell.items() if figures.bytes_of(cell) >= LARGE]
     most = (
-        f"; there, other kernels are ahead by at most {100 * (max(large) - 1):.0f} %"
+        f"; in these cells, other kernels are ahead by at most {100 * (max(large) - 1):.0f} %"
         if large
         else ""
     )
     return (
         f"Kernels of other libraries are ahead in {len(by_cell)} cells. "
-        f"{len(by_cell) - len(large)} of these cells move less than {LARGE / 1e6:.0f} MB, so a "
-        f"part of their data stays in the GPU's cache. {len(large)} cells move more{most}."
+        f"In {len(by_cell) - len(large)} of these cells, the operation transfers less than "
+        f"{LARGE / 1e6:.0f} MB, so a part of its arrays stays in the GPU's cache. In the other "
+        f"{len(large)} cells, it transfers more{most}."
     )
 
 

@@ -115,8 +115,8 @@ def page_section(found: Results) -> str:
         _image(found, "kernels", PAGE),
         paragraph(
             _ROOF,
-            "Values above 1 occur because a backward pass loads twice as much as it stores, and "
-            "loading is a little faster than storing.",
+            "The first ratio can be above 1, because a backward pass loads twice as much as it "
+            "stores, and loading is a little faster than storing.",
         ),
         page_tables.kernels(found.kernels),
         paragraph(
@@ -177,10 +177,10 @@ def full_report(found: Results) -> str:
 
 
 _ROOF = (
-    "The dashed line is the median bandwidth of copies that transfer the same number of bytes as "
-    "the kernels. Each cell of the table has two ratios. The first is the copy's time divided by "
-    "the time of jaxnorm's kernel. The second, in brackets, is the time of jaxnorm's plain JAX "
-    "code divided by the time of jaxnorm's kernel."
+    "In the plot, the dashed line is the median bandwidth of copies that transfer the same number "
+    "of bytes as the kernels. Each cell of the table has two ratios. The first is the time of such "
+    "a copy divided by the time of jaxnorm's kernel. The second, in brackets, is the time of "
+    "jaxnorm's plain JAX code divided by the time of jaxnorm's kernel."
 )
 _CAPTIONS = {
     "blocks": "Blocks are norms and softmaxes with the elementwise operations of a model before or "
@@ -192,13 +192,15 @@ _CAPTIONS = {
     "without a norm, divided by the time of norm and matmul.",
     "training": "Training steps of models (benchmarks/language_models.py) with AdamW, float32 "
     "parameters, bfloat16 activations, cuDNN's attention, and scanned layers, unless the row says "
-    "unrolled. Remat: a layer saves everything that its backward pass needs (none), the results "
-    "of its matmuls (dots), or only its input (block). cuBLAS chooses the algorithms of matmuls.",
-    "capacity": "The largest batch whose training step fits in 80 GB, by XLA's memory plan. The "
-    "steps were compiled, not run.",
-    "stacks": "Programs with many small norms: 24 pre-norm residual layers, timed from the call to "
-    "its results, alternately with plain jnp. The default runs XLA's code for small norms that are "
-    "not differentiated.",
+    'unrolled. Remat says what a layer saves for its backward pass: with "none", all that its '
+    'backward pass needs; with "dots", the results of its matmuls; with "block", only its input. '
+    "cuBLAS chooses the algorithms of matmuls.",
+    "capacity": "The largest batch for which a training step fits in 80 GB, by XLA's memory plan. "
+    "The steps were compiled, not run.",
+    "stacks": "Programs with many small norms: 24 pre-norm residual layers. A time is measured "
+    "from the call of the program until its results are ready. Calls of the program alternate "
+    "with calls of the same program in plain jnp. The default runs XLA's code for small norms that "
+    "are not differentiated.",
 }
 _OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {

@@ -117,9 +117,10 @@ def test_a_peer_is_ahead_by_more_than_two_percent(tmp_path):
     assert notes(found.kernels) == ""
     assert "overwrites x with dx" in notes({question: {"tokamax": None, "xla": None}})
     said = page_tables.where_ahead(found.ahead)
-    assert "are ahead in 1 cells. 0 of these cells move less" in said
-    assert said.endswith("1 cells move more; there, other kernels are ahead by at most 100 %.")
-    assert page_tables.where_ahead([]).endswith("0 cells move more.")
+    assert "are ahead in 1 cells. In 0 of these cells, the operation transfers less" in said
+    assert "In the other 1 cells, it transfers more; in these cells, other" in said
+    assert said.endswith("kernels are ahead by at most 100 %.")
+    assert page_tables.where_ahead([]).endswith("In the other 0 cells, it transfers more.")
     assert "Measured: jaxnorm, jaxnorm mosaic" in page_tables.who(found.kernels)
 
 

@@ -148,8 +148,8 @@ PROVIDERS: dict[str, Provider] = {
         NORMS,
         losses=("linear_cross_entropy",),
         note="tokamax's backward pass overwrites x with dx, so XLA copies x before it. This copy "
-        "is not a kernel, so its time is not counted, but it leaves a part of small arrays in the "
-        "cache.",
+        "is not a kernel, so its time is not counted. After the copy, a small array is partly in "
+        "the GPU's cache, which makes tokamax's kernel faster.",
     ),
     "quack": Provider(
         "QuACK",
