@@ -36,7 +36,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A library's norms and softmax. Blocks are composed of them and of jax.numpy functions."""
+    """The norms and the softmax of a library, from which `block` composes blocks in jax.numpy."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]
