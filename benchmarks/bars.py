@@ -24,11 +24,12 @@ _REMATS: dict[Remat, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit on the ratio of a jaxnorm step's time or temp memory to that of a plain JAX step.
+    """A limit on a ratio: the time or temp memory of a jaxnorm step, divided by plain JAX's.
 
     Attributes:
       model: the name of the model in `models.MODELS`.
-      figure: the name of the limited column of results: "ms" (time) or "temp_bytes" (temp memory).
+      figure: the quantity that is limited: "ms" (time) or "temp_bytes" (temp memory). This is also
+        the name of a column of results.
       most: the largest allowed ratio.
       plain_remat: the rematerialisation policy of the plain JAX step, one of `models.REMATS`.
       remat: the rematerialisation policy of the jaxnorm step.
@@ -68,5 +69,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield each training step that a bar compares, once even if several bars compare it."""
+    """Yield the training steps that the bars compare. No step is yielded twice."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -1,9 +1,8 @@
 """Blocks: a norm or softmax with the elementwise operations of a model before and after it.
 
 XLA cannot fuse a kernel with the operations around it. So a kernel is timed as part of a block. It
-is compared with plain JAX code for the same block, which a compiler can fuse completely. To add a
-block, add an entry to `BLOCKS`, and a function to each module of `benchmarks/providers` whose
-library has the block.
+is compared with plain JAX code for the same block, which XLA can fuse. To add a block, add an entry
+to `BLOCKS`, and a function to each module of `benchmarks/providers` whose library has the block.
 
 This module does not import JAX or torch, like `workloads`.
 """
@@ -55,8 +54,8 @@ class Block:
     """The arrays of one block: operands, results, saved arrays, and gradients.
 
     Attributes:
-      results: names of the results. They are y and, if the block also returns the residual stream,
-        h.
+      results: names of the results: ("y", "h") if the block returns the residual stream h,
+        otherwise ("y",).
       saved: names of the arrays that the backward pass reads. It also reads the cotangents. No
         smaller set of arrays suffices to compute the gradients.
       gradients: names of the operands of x's shape whose gradients are separate arrays. A residual
@@ -69,7 +68,7 @@ class Block:
       shapes: the shapes of x with which the block is measured.
       axis: the index of the normalised axis.
       grouped: True if each sample has separate parameters. A parameter then has the size of x along
-        the first axis and the normalised axis, and size 1 along the axes between.
+        the first axis and the normalised axis, and size 1 along the other axes.
       mixed: True if the block is also measured with a float32 residual stream (residual and h) and
         bfloat16 x and y.
     """
@@ -132,8 +131,8 @@ BLOCKS: dict[str, Block] = {
         gradients=("x", "residual"),
         parameters=("scale", "next_scale"),
     ),
-    # y = norm(x) * (1 + scale) + bias, where each sample has a separate scale and bias: the step of
-    # diffusion transformers that is called adaLN.
+    # y = norm(x) * (1 + scale) + bias. Each sample has a separate scale and bias. Diffusion
+    # transformers call this step adaLN.
     "ada_layer_norm": Block(
         ("y",),
         saved=("y",),
@@ -143,8 +142,8 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
     ),
-    # h = residual + gate * x, y = norm(h) * (1 + scale) + bias: the step of diffusion transformers
-    # that is called adaLN-zero.
+    # h = residual + gate * x, y = norm(h) * (1 + scale) + bias. Diffusion transformers call this
+    # step adaLN-zero.
     "gated_add_layer_norm": Block(
         ("y", "h"),
         saved=("x", "y"),
@@ -169,9 +168,9 @@ BLOCKS: dict[str, Block] = {
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
-    # GroupNorm of images with channels last, without and with a silu after it, as in diffusion
-    # models. It normalises over all positions and over the channels of a group. With silu, x is
-    # saved, because the norm's result cannot be recovered from y.
+    # GroupNorm of images with channels last, as in diffusion models. It normalises over all
+    # positions and over the channels of a group. In the second block, silu follows the norm. There,
+    # x is saved, because the norm's result cannot be recovered from y.
     "group_norm": _GROUP_NORM,
     "group_norm_silu": dataclasses.replace(_GROUP_NORM, saved=("x",)),
     # y = rotation(norm(x), cos, sin), for queries and keys of attention. The tables cos and sin
@@ -248,7 +247,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the operands whose gradients are separate arrays; see `Block`."""
+        """The indices in `block.operands` of the operands whose gradients are separate arrays."""
         names = self.block.operands if self.mixed else self.block.gradients
         return tuple(self.block.operands.index(name) for name in names)
 

@@ -39,8 +39,8 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
     """Run one pass of an implementation. The arrays are in the order of the table `OPERATIONS`.
 
     A forward pass takes the operands. It returns the results, followed by a tuple of the
-    statistics. A backward pass takes the residuals, followed by the cotangents. The statistics
-    among the residuals are in a tuple. It returns the gradients. An absent array is None.
+    statistics. A backward pass takes the residuals, followed by the cotangents, and returns the
+    gradients. The statistics are one of the residuals, as a tuple. An absent array is None.
     `logits_scale` is left out, because no kernel takes it.
     """
     operation = spec.operation
@@ -125,7 +125,7 @@ class KernelWorkload(Workload):
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation on arrays as `operands` returns them."""
+        """Return a function that runs the implementation on the arrays that `operands` returns."""
         spec, results = self.spec, len(self.spec.operation.results)
         if self.direction == "bwd":
             return lambda *operands: call(implementation, spec, *operands)
@@ -254,7 +254,7 @@ class HeadsKernelWorkload:
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation on arrays as `operands` returns them."""
+        """Return a function that runs the implementation on the arrays that `operands` returns."""
         spec = self.spec
         if implementation is not xla:
             return functools.partial(self._in_rows, functools.partial(call, implementation, spec))

@@ -92,9 +92,10 @@ def log_probs() -> str:
 def _log_prob_and_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compute log-probability and entropy in float64.
 
-    Let m be the largest logit, and s = sum(exp(logits - m)) - 1. The label's log-probability is its
-    logit - m - log1p(s). If the label has the largest logit, s is the sum over the other classes,
-    which may be very small. log1p(s) is accurate in this case, too.
+    Let m be the largest logit, and s = sum(exp(logits - m)) - 1. The log-probability of a label
+    with logit l is l - m - log1p(s). If the label has the largest logit, s is the sum of
+    exp(logits - m) over the other classes. This sum may be very small, and log1p(s) is then still
+    accurate.
     """
     below = logits.max(-1, keepdims=True) - logits
     exponentials = np.exp(-below)

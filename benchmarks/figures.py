@@ -32,8 +32,8 @@ ODD = {cols for _, cols in workloads.GRID["odd rows"]}
 # this number.
 AHEAD = 1.02
 
-# The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload (op,
-# direction, shape, dtype).
+# The values of the fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a
+# ShapedWorkload (op, direction, shape, dtype).
 Question = tuple[Any, ...]
 
 
@@ -69,8 +69,8 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
     The result maps each question (a workload) to its answers (a dict from each provider to its
     `Figure`).
 
-    A figure's `roof` is the time of a copy that loads and stores as many bytes, divided by the time
-    of the workload. The time of the copy is the median over all processes that timed it, because
+    `Figure.roof` is the time of a copy that loads and stores as many bytes, divided by the time of
+    the workload. The time of the copy is the median over all processes that timed it, because
     the time of a single process can be wrong. For example, 28 copies of at least 100 MB were timed
     on an H200. For one of them, a process measured a time at least 7 % above the median.
     """
@@ -100,8 +100,8 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
     The result maps each workload to a dict from each provider to its `Figure`.
 
-    A figure's `roof` is the time of XLA's matmul without a norm, divided by the time of the
-    workload. The provider jnp measures this matmul. If it was not measured, `roof` is NaN.
+    `Figure.roof` is the time of XLA's matmul without a norm, divided by the time of the workload.
+    The provider jnp measures this matmul. If it was not measured, `roof` is NaN.
     """
     measured = {
         (_question(row, LinearWorkload), row["provider"]): row
@@ -148,7 +148,7 @@ def bytes_of(question: Question) -> int:
 def own(answers: dict[str, Figure]) -> Figure | None:
     """Return jaxnorm's time and speed in a workload, or None if jaxnorm was not measured.
 
-    `answers` has the figures of all providers for this workload.
+    `answers` maps each provider to its `Figure` in this workload.
     """
     return next((answers[name] for name in OWN if name in answers), None)
 
@@ -223,9 +223,10 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return a dict from each measured shape of a block to the providers' figures.
+    """Return the measurements of a block, as a dict whose keys are the measured shapes.
 
-    The shapes in the table `BLOCKS` come first, then all other measured shapes.
+    The value is a dict from each provider to its `Figure`. The shapes in the table `BLOCKS` come
+    first, then all other measured shapes.
     """
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
@@ -239,14 +240,20 @@ def along_shapes(
 def along_squares(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return a dict from the size M = N = K of each square matmul to the providers' figures."""
+    """Return the measurements of square matmuls, as a dict whose keys are the sizes M = N = K.
+
+    The value is a dict from each provider to its `Figure`.
+    """
     return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
 
 
 def along_projections(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return a dict from the name of each matmul of a model to the providers' figures."""
+    """Return the measurements of models' matmuls, as a dict whose keys are the matmuls' names.
+
+    The value is a dict from each provider to its `Figure`.
+    """
     return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
 
 

@@ -57,8 +57,8 @@ class LinearWorkload(FewParameters):
     def row_operands(self) -> tuple[tuple[Shape, str], tuple[Shape, str, float]]:
         """Shapes and dtypes of x and weight, and the weight's standard deviation.
 
-        The standard deviation of the weight is chosen so that y has a standard deviation of about
-        1. Realistic values matter, because a GPU's clock frequency depends on them.
+        The weight's standard deviation is chosen so that y has a standard deviation near 1. Values
+        must be realistic, because a GPU's clock frequency depends on them.
         """
         x, weight = itertools.pairwise(self.sizes)
         return (x, self.dtype), (weight, self.dtype, weight[0] ** -0.5)

@@ -1,4 +1,4 @@
-"""The measured models, and the cells (single measurements) of training steps and layer stacks.
+"""The measured models, and the measurements (cells) of training steps and of layer stacks.
 
 This module does not import JAX, because it is also imported by the process that only starts the
 measuring processes.

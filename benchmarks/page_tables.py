@@ -62,7 +62,7 @@ def kernels(measured: Figures) -> str:
 
 
 def comparisons(*suites: Figures) -> str:
-    """Return a table that compares jaxnorm with each other provider.
+    """Return a table that compares jaxnorm with every other provider.
 
     The table has a row for each provider and two columns for each suite.
     """

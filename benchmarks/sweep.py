@@ -64,8 +64,8 @@ class Row:
 def with_schedule(schedule: Any) -> types.SimpleNamespace:
     """Return an object with the forward and backward functions of an implementation.
 
-    They use `schedule` instead of the default schedule. The class of the schedule determines the
-    implementation.
+    These functions use `schedule` instead of the default schedule. The class of the schedule
+    determines the implementation.
     """
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)

@@ -2,8 +2,8 @@
 
 In shapes, B is the number of sequences, S their length, d the width, H the number of heads, D the
 size of a head, and f the number of hidden features of an MLP. V is the size of the vocabulary.
-Weights are float32, and are cast to x's dtype.
-`jax.named_scope` gives functions the names by which `profile` recognises their kernels.
+Weights are float32, and are cast to x's dtype. `jax.named_scope` gives functions the names by which
+`profile` recognises their kernels.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
 
 
 def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """Return a function that adds the residual and then normalises, in two steps."""
+    """Return a function that adds the residual, and then normalises the sum in a second step."""
 
     def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:
         h = x + residual
@@ -111,7 +111,7 @@ def loss_of_whole_logits(x: Array, embedding: Array, labels: Array) -> Array:
 def remade(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     """Rematerialise a matmul: return a function that saves only the operands of `product`.
 
-    Saving the operands costs no memory, because other functions save them, too. Without
+    Saving the operands costs no extra memory, because other functions save them, too. Without
     `jax.checkpoint`, a scan would also save two arrays that `product` computes from its operands:
     the weight after the cast to x's dtype, and attention's result after the reshape to
     (B, S, H * D).

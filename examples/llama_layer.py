@@ -109,7 +109,7 @@ LAYERS_OF = {
 
 
 def report_of(layer: Layer) -> jaxnorm.MemoryReport:
-    """Return the memory report of a scan over layers, for gradients of the parameters and x."""
+    """Return the memory report of a scan over layers whose parameters and x get gradients."""
     shapes = {
         **dict.fromkeys(("q", "out"), (WIDTH, WIDTH)),
         **dict.fromkeys(("k", "v"), (WIDTH, KV_HEADS * HEAD)),

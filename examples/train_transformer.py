@@ -63,7 +63,7 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
-    """Return sequences of seq + 1 bytes: the inputs, and the targets, which are one byte later."""
+    """Return sequences of seq + 1 bytes. All but the last are inputs, all but the first targets."""
     return text[starts[:, None] + np.arange(seq + 1)]
 
 

@@ -36,7 +36,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """The norms and the softmax of a library, from which `block` composes blocks in jax.numpy."""
+    """The norms and the softmax of a library. `block` combines them with jax.numpy functions."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]

@@ -1,8 +1,8 @@
 """Liger's kernels. RMSNorm's dx overwrites dy, and the gradient of logits overwrites the logits.
 
 Liger's GroupNorm is not compared with jaxnorm. It takes images with channels first, so all elements
-of a group are adjacent in memory. With channels last, as in the benchmark, they are not adjacent,
-which makes the kernel's task harder.
+of a group are adjacent in memory. The benchmark has channels last. There, the elements of a group
+are not adjacent, so the two problems differ.
 """
 
 from collections.abc import Callable
