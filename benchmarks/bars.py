@@ -1,8 +1,9 @@
 """Limits that jaxnorm's training steps must meet: time and memory relative to plain JAX.
 
-A bar compares two training steps of the same model, which the suite `training` has measured: one
-with jaxnorm and one in plain JAX. The layers of both are scanned. The bar limits the ratio of their
-times, or of their temp memory. This module does not import JAX.
+Each limit is called a *bar*. It compares two training steps of the same model, one with jaxnorm and
+one in plain JAX. The suite `training` measures both steps, and both scan over the layers. The bar
+limits the ratio of their times, or the ratio of their temp memory (the memory that XLA plans for
+intermediates). This module does not import JAX.
 """
 
 import dataclasses
@@ -23,14 +24,15 @@ _REMATS: dict[Remat, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit on the ratio of a jaxnorm step's time or temp memory to that of a plain JAX step.
+    """A limit on a ratio: the time or temp memory of a jaxnorm step, divided by plain JAX's.
 
     Attributes:
-      figure: the column of results whose ratio is limited: "ms" (time) or "temp_bytes" (temp
-        memory).
+      model: the name of the model in `models.MODELS`.
+      figure: the quantity that is limited: "ms" (time) or "temp_bytes" (temp memory). This is also
+        the name of a column of results.
       most: the largest allowed ratio.
-      remat: which residuals the jaxnorm step rematerialises; see `models.REMATS`.
-      plain_remat: which residuals the plain JAX step rematerialises.
+      plain_remat: the rematerialisation policy of the plain JAX step, one of `models.REMATS`.
+      remat: the rematerialisation policy of the jaxnorm step.
     """
 
     model: str
@@ -41,7 +43,7 @@ class Bar:
 
     @property
     def cells(self) -> tuple[TrainingCell, TrainingCell]:
-        """The two training steps that the bar compares: the step with jaxnorm comes first."""
+        """The two training steps that this limit compares. The step with jaxnorm comes first."""
         return (
             models.cell(self.model, self.remat, "scan", VARIANT),
             models.cell(self.model, self.plain_remat, "scan", PLAIN),
@@ -67,5 +69,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield each training step that is part of a bar. A step of several bars is yielded once."""
+    """Yield the training steps that the bars compare. No step is yielded twice."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -1,8 +1,8 @@
 """Blocks: a norm or softmax with the elementwise operations of a model before and after it.
 
-XLA cannot fuse a kernel with the operations around it. So a kernel is timed as part of a block, and
-compared with plain JAX code of the same block, which a compiler can fuse. To add a block, add an
-entry here, and a function to each module of `benchmarks/providers` whose library has the block.
+XLA cannot fuse a kernel with the operations around it. So a kernel is timed as part of a block. It
+is compared with plain JAX code for the same block, which XLA can fuse. To add a block, add an entry
+to `BLOCKS`, and a function to each module of `benchmarks/providers` whose library has the block.
 
 This module does not import JAX or torch, like `workloads`.
 """
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload, shaped
 
-# Shapes of x. In bfloat16, an array of such a shape has 50 MB to 134 MB.
+# Shapes (rows, columns) of x. In bfloat16, the smallest of these arrays has 50 MB, the largest
+# 134 MB.
 ROWS_BY_COLS: tuple[Shape, ...] = (
     (32768, 768),
     (32768, 1024),
@@ -30,18 +31,19 @@ DTYPES = ("bfloat16", "float32", "mixed")
 QUICK_COLS = 4096
 #: The shape of attention logits: batch, heads, queries, keys.
 LOGITS: Shape = (4, 16, 2048, 2048)
-#: The factor of attention logits if a head has 64 columns: 1 / sqrt(64).
+#: The number by which attention logits are multiplied: 1 / sqrt(64), for heads with 64 columns.
 LOGITS_SCALE = 0.125
-#: Shapes of queries, of keys, and of arrays that contain both: (batch, length, number of heads,
-#: columns of a head).
+#: Shapes (batch, length, number of heads, columns of a head) of queries, of keys, and of arrays
+#: that contain queries and keys.
 HEADS: tuple[Shape, ...] = (
     *((4, 2048, heads, 128) for heads in (32, 8, 40)),
     *((4, 2048, 40, 64), (4, 2048, 20, 256)),
 )
-#: The tables of cosines and sines for a rotation (RoPE). They are float32, with one number for each
-#: position and pair of columns. All heads share them.
+#: The names of the tables of cosines and sines for a rotation (RoPE). A table is a float32 array
+#: with one number for each position and pair of columns. All heads share the tables.
 TABLES = ("cos", "sin")
-#: Shapes of gated norms: each row is a head, as in gated delta nets, or a whole hidden state.
+#: Shapes (rows, columns) of gated norms. In the first three shapes, a row is one head, as in gated
+#: delta nets. In the others, a row is a whole hidden state.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
 #: The number of groups into which GroupNorm divides the channels.
 CHANNEL_GROUPS = 32
@@ -49,22 +51,24 @@ CHANNEL_GROUPS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The arrays of one block. The backward pass reads the arrays in `saved`, and the cotangents.
+    """The arrays of one block: operands, results, saved arrays, and gradients.
 
     Attributes:
-      results: names of the results: y, and h if the block also returns the residual stream.
-      saved: names of the smallest set of arrays that the backward pass can start from, besides the
-        cotangents.
+      results: names of the results: ("y", "h") if the block returns the residual stream h,
+        otherwise ("y",).
+      saved: names of the arrays that the backward pass reads. It also reads the cotangents. No
+        smaller set of arrays suffices to compute the gradients.
       gradients: names of the operands of x's shape whose gradients are separate arrays. A residual
         that is added to x is not listed: its gradient is the same array as the gradient of x.
       parameters: names of the norms' scales and biases.
       operands: names of the operands that have x's shape, or broadcast to it. The operand `where`
         is boolean.
-      broadcast: maps the name of an operand that has size 1 along one axis to that axis.
+      broadcast: a dict whose keys are the names of operands that have size 1 along one axis. The
+        value is the index of this axis.
       shapes: the shapes of x with which the block is measured.
-      axis: the normalised axis.
+      axis: the index of the normalised axis.
       grouped: True if each sample has separate parameters. A parameter then has the size of x along
-        the first axis and the normalised axis, and size 1 along the axes between.
+        the first axis and the normalised axis, and size 1 along the other axes.
       mixed: True if the block is also measured with a float32 residual stream (residual and h) and
         bfloat16 x and y.
     """
@@ -114,8 +118,8 @@ BLOCKS: dict[str, Block] = {
     # h = x + residual, y = norm(h): the step of a pre-norm model.
     "add_rms_norm": dataclasses.replace(_ADD_RMS_NORM, mixed=True),
     "add_layer_norm": dataclasses.replace(_ADD_LAYER_NORM, mixed=True),
-    # h = x + residual, y = norm(h), computed by an addition and a library's plain norm, as models
-    # often write it.
+    # The same two formulas, h = x + residual and y = norm(h). They are computed by an addition and
+    # a call of a library's plain norm, as in the code of many models.
     "residual_rms_norm": _ADD_RMS_NORM,
     "residual_layer_norm": _ADD_LAYER_NORM,
     # y = residual + norm(x): `rms_norm_add`.
@@ -127,8 +131,8 @@ BLOCKS: dict[str, Block] = {
         gradients=("x", "residual"),
         parameters=("scale", "next_scale"),
     ),
-    # y = norm(x) * (1 + scale) + bias, where each sample has a separate scale and bias: the step of
-    # diffusion transformers that is called adaLN.
+    # y = norm(x) * (1 + scale) + bias. Each sample has a separate scale and bias. Diffusion
+    # transformers call this step adaLN.
     "ada_layer_norm": Block(
         ("y",),
         saved=("y",),
@@ -138,8 +142,8 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
     ),
-    # h = residual + gate * x, y = norm(h) * (1 + scale) + bias: the step of diffusion transformers
-    # that is called adaLN-zero.
+    # h = residual + gate * x, y = norm(h) * (1 + scale) + bias. Diffusion transformers call this
+    # step adaLN-zero.
     "gated_add_layer_norm": Block(
         ("y", "h"),
         saved=("x", "y"),
@@ -148,9 +152,9 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (8, 4096, 1536)),
         grouped=True,
     ),
-    # y = softmax(scale * x), in three forms. The first has one mask for all heads, the second has a
-    # causal mask. The third adds a bias to the logits, such as a position bias: it is different for
-    # each head, and all samples share it.
+    # Three softmaxes of scaled logits, y = softmax(scale * x). The first has a mask that all heads
+    # share. The second has a causal mask. The third adds a bias to the logits, such as a position
+    # bias. Each head has a separate bias, and all samples share it.
     "masked_softmax": dataclasses.replace(
         _SOFTMAX, operands=("x", "where"), broadcast={"where": 1}
     ),
@@ -164,9 +168,9 @@ BLOCKS: dict[str, Block] = {
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
-    # GroupNorm of images with channels last, without and with a silu after it, as in diffusion
-    # models. It normalises over all positions and over the channels of a group. With silu, x is
-    # saved, because the norm's result cannot be recovered from y.
+    # GroupNorm of images with channels last, as in diffusion models. It normalises over all
+    # positions and over the channels of a group. In the second block, silu follows the norm. There,
+    # x is saved, because the norm's result cannot be recovered from y.
     "group_norm": _GROUP_NORM,
     "group_norm_silu": dataclasses.replace(_GROUP_NORM, saved=("x",)),
     # y = rotation(norm(x), cos, sin), for queries and keys of attention. The tables cos and sin
@@ -220,7 +224,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype_of("y")
 
     def shape_of(self, name: str) -> Shape:
-        """Return the shape of the operand or result called `name`. Parameters are excluded."""
+        """Return the shape of the operand or result called `name`. It must not be a parameter."""
         if name in TABLES:
             length, _, cols = self.sizes[-3:]
             return (length, 1, cols // 2)
@@ -243,7 +247,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices of the operands whose gradients are separate arrays; see `Block`."""
+        """The indices in `block.operands` of the operands whose gradients are separate arrays."""
         names = self.block.operands if self.mixed else self.block.gradients
         return tuple(self.block.operands.index(name) for name in names)
 

@@ -1,4 +1,7 @@
-"""How calls are timed in JAX and PyTorch: the median over calls whose operands are not cached."""
+"""The rules by which calls are timed, both in JAX and in PyTorch.
+
+A time is the median over several calls. Each call uses operands that are not in the GPU's cache.
+"""
 
 import dataclasses
 import math
@@ -7,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# The size of an H200's L2 cache. A timed function cycles through several sets of operands. The
-# number of sets is such that together they have about 5 times this size; it is at least 2 and at
-# most MAX_BUFFERS.
+# The size of an H200's L2 cache in bytes. Timed calls cycle through several sets of operands. All
+# sets together have about 5 times this size. There are at least 2 and at most MAX_BUFFERS sets.
 L2_BYTES = 60e6
 MAX_BUFFERS = 64
 # The maximum number of bytes that a timed copy loads and stores. A larger copy might not fit into
@@ -33,7 +35,7 @@ class Timing:
     kernels: int | None = None
 
     def times(self, factor: float) -> "Timing":
-        """Return the timing multiplied by `factor`."""
+        """Return a timing whose times are these times multiplied by `factor`."""
         return Timing(factor * self.us, factor * self.main_us, self.kernels)
 
     def gbps(self, size: int) -> float:
@@ -43,9 +45,11 @@ class Timing:
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
         """Return the time and the speed, as a dict whose keys are names of result columns.
 
-        `roof` is the timing of a copy that loads and stores as many bytes as the workload. It is
-        None if matmuls determine the time of the workload. The speed is then in TFLOP/s; otherwise,
-        it is in GB/s, and also relative to the copy's speed.
+        `roof` is the timing of a copy that loads and stores as many bytes as the workload. The
+        result has two measures of speed: GB/s, and the copy's time divided by the workload's time.
+
+        If matmuls determine the time of the workload, `roof` is None. The only measure of speed is
+        then TFLOP/s.
         """
         return {
             "us": self.us,
@@ -66,11 +70,11 @@ def buffers_for(size: int) -> int:
 
 
 def words_for(size: int) -> tuple[int, float]:
-    """Return two numbers: how many 32-bit words a copy should have, and a factor for its time.
+    """Return the size of the copy to time, in 32-bit words, and a factor for its time.
 
-    The copy is compared with a call that loads and stores `size` bytes. If a copy of that many
-    bytes would not fit into memory, a smaller copy is timed, and its time is multiplied by the
-    factor.
+    The copy is compared with a call that loads and stores `size` bytes. If the copy would be too
+    large for the memory, a smaller copy is timed. Its time must then be multiplied by the factor.
+    Otherwise, the factor is 1.
     """
     words = max(1, min(size, int(COPY_BYTES)) // 8)
     return words, max(1.0, size / COPY_BYTES)
@@ -87,8 +91,8 @@ def calls_for(operands: Sequence[Any]) -> int:
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
     """Return the timing of one call, given the times of all kernels of several equal calls.
 
-    `kernels_us` has the times in the order in which the kernels ran. `calls` is the number of
-    calls.
+    `kernels_us` has the times in microseconds, in the order in which the kernels ran. `calls` is
+    the number of calls.
     """
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:

@@ -18,9 +18,9 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
-#: How many arrays of x's shape each pass of an operation loads or stores. Each entry is a pair of
-#: numbers: how many of these arrays have the dtype of x, and how many have the dtype of y. Backward
-#: passes read the saved output.
+#: Maps (operation, direction) to the number of arrays of x's shape that the pass loads or stores.
+#: The value is a pair of numbers: how many of these arrays have the dtype of x, and how many have
+#: the dtype of y. Backward passes are assumed to read the saved output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     # x, residual and h have x_dtype; y has y_dtype.
     ("add_norm", "fwd"): (3, 1),
@@ -36,12 +36,12 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
 
 
 def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tuple[Any, ...]:
-    """Run a pass of an implementation on operands in the order that `OPERATIONS` lists them.
+    """Run one pass of an implementation. The arrays are in the order of the table `OPERATIONS`.
 
-    A forward pass takes the operands, and returns the results and then a tuple of the statistics. A
-    backward pass takes the residuals (with the statistics in a tuple) and the cotangents, and
-    returns the gradients. An absent array is None. `logits_scale` is not among the arrays, because
-    no kernel takes it.
+    A forward pass takes the operands. It returns the results, followed by a tuple of the
+    statistics. A backward pass takes the residuals, followed by the cotangents, and returns the
+    gradients. The statistics are one of the residuals, as a tuple. An absent array is None.
+    `logits_scale` is left out, because no kernel takes it.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()
@@ -61,11 +61,10 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class KernelWorkload(Workload):
-    """One kernel for one shape of x.
+    """One kernel, run on one shape of x.
 
-    It is a forward pass, or a backward pass that reads the saved output.
-
-    A residual, if the operation has one, has x's dtype.
+    The kernel computes a forward pass, or a backward pass that reads the saved output. If the
+    operation has a residual, the residual has x's dtype.
     """
 
     @property
@@ -126,14 +125,14 @@ class KernelWorkload(Workload):
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation on arrays as `operands` returns them."""
+        """Return a function that runs the implementation on the arrays that `operands` returns."""
         spec, results = self.spec, len(self.spec.operation.results)
         if self.direction == "bwd":
             return lambda *operands: call(implementation, spec, *operands)
         return lambda *operands: call(implementation, spec, *operands)[:results]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
-        """Return random operands with realistic values. GPUs would compress constant arrays."""
+        """Return random operands. A GPU would compress constant arrays, which changes the time."""
         keys = iter(jax.random.split(jax.random.key(seed), 8))
         spec, backward = self.spec, self.direction == "bwd"
 
@@ -176,7 +175,7 @@ class KernelWorkload(Workload):
 
 
 class LinearKernelWorkload(LinearWorkload):
-    """The fused kernel of a norm and the matmul after it, for one shape. It is a forward pass."""
+    """The forward kernel that fuses a norm and the matmul after it, run on one shape."""
 
     @property
     def cols(self) -> int:
@@ -194,7 +193,7 @@ class LinearKernelWorkload(LinearWorkload):
         )
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
-        """Return random operands with realistic values. A GPU's clock depends on the values."""
+        """Return random operands. A GPU's clock frequency depends on the values it multiplies."""
         keys = jax.random.split(jax.random.key(seed), 3)
         (x, dtype), (weight, _, deviation) = self.row_operands
         scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]
@@ -206,10 +205,11 @@ class LinearKernelWorkload(LinearWorkload):
 class HeadsKernelWorkload:
     """The kernel of an RMSNorm of attention heads followed by a rotation (RoPE).
 
-    It is a forward pass, or a backward pass that reads the saved output.
+    The kernel computes a forward pass, or a backward pass that reads the saved output.
 
     Attributes:
-      shape: batch, length, number of heads, and columns of a head. All columns are rotated.
+      shape: the shape of x: (batch, length, number of heads, columns of a head). All columns are
+        rotated.
     """
 
     direction: Direction
@@ -254,7 +254,7 @@ class HeadsKernelWorkload:
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation on arrays as `operands` returns them."""
+        """Return a function that runs the implementation on the arrays that `operands` returns."""
         spec = self.spec
         if implementation is not xla:
             return functools.partial(self._in_rows, functools.partial(call, implementation, spec))
@@ -273,7 +273,7 @@ class HeadsKernelWorkload:
         return x, (rstd,), *shared, jax.random.normal(next(keys), self.shape, self.x_dtype)
 
     def _in_rows(self, function: Callable[..., Any], *operands: Any) -> list[Any]:
-        """Run `function` on operands reshaped for the kernel, and reshape the results back."""
+        """Reshape the operands to rows, run `function` on them, and reshape its result back."""
         views = [
             jax.tree.map(lambda a: a.reshape(-1), a)
             if isinstance(a, tuple)

@@ -14,8 +14,8 @@ from benchmarks.workloads import Array, FewParameters, Shape, Workload
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("fwd", "fwd+bwd")
 ROWS: tuple[Shape, ...] = ((4096, 1024), (1024, 4096))
-# Sizes for the second half of an MLP (activation and down projection): rows, hidden features,
-# features.
+# Shapes (rows, hidden features, output features) for the second half of an MLP, which is the
+# activation and the down projection.
 PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 
 
@@ -81,9 +81,9 @@ class ProductWorkload(FewParameters):
 
 @dataclasses.dataclass(frozen=True)
 class CpuCell:
-    """One operation in one direction, for which jaxnorm is compared with `provider`.
+    """A comparison of jaxnorm with `provider` in one operation and one direction.
 
-    A loss is averaged over the rows.
+    Losses are averaged over the rows.
     """
 
     op: str

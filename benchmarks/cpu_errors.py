@@ -4,11 +4,13 @@
 
 This prints the largest error of each of these results:
 
-* cross-entropies, in ulps of float32: 64 rows of normal logits with standard deviation 3
-* log-probabilities of labels that are drawn from the softmax, and entropies, in ulps: logits with
-  standard deviations 1, 3 and 10
-* probabilities of labels, as relative errors: the logits are the results of a linear layer
-* y of a LayerNorm: 64 rows of 4096 normal numbers with standard deviation 1, and means up to 1e4
+* cross-entropies, in ulps of float32. There are 64 rows of normally distributed logits with
+  standard deviation 3
+* log-probabilities of labels, and entropies, in ulps of float32. The labels are drawn from the
+  softmax of the logits, whose standard deviation is 1, 3 or 10
+* probabilities of labels, as relative errors. The logits are the results of a linear layer
+* y of a LayerNorm, as absolute errors. There are 64 rows of 4096 normally distributed numbers, with
+  standard deviation 1 and a mean of up to 1e4
 """
 
 import sys
@@ -90,8 +92,10 @@ def log_probs() -> str:
 def _log_prob_and_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compute log-probability and entropy in float64.
 
-    log(sum(exp(logits))) is computed by log1p from the sum without the label's term, because log1p
-    is accurate if this sum is small.
+    Let m be the largest logit, and s = sum(exp(logits - m)) - 1. The log-probability of a label
+    with logit l is l - m - log1p(s). If the label has the largest logit, s is the sum of
+    exp(logits - m) over the other classes. This sum may be very small, and log1p(s) is then still
+    accurate.
     """
     below = logits.max(-1, keepdims=True) - logits
     exponentials = np.exp(-below)

@@ -28,11 +28,12 @@ PLOTTED = [
     for shape in workloads.GRID[group]
 ]
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
-# A provider is ahead of jaxnorm if jaxnorm's time, divided by the provider's, is above this number.
+# A provider is ahead of jaxnorm if jaxnorm's time divided by the provider's time is larger than
+# this number.
 AHEAD = 1.02
 
-# The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload (op,
-# direction, shape, dtype).
+# The values of the fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a
+# ShapedWorkload (op, direction, shape, dtype).
 Question = tuple[Any, ...]
 
 
@@ -42,7 +43,7 @@ class Figure:
 
     Attributes:
       us: the time in microseconds.
-      speed: GB/s; for matmuls, TFLOP/s.
+      speed: the speed in GB/s or, for matmuls, in TFLOP/s.
       roof: the time of a copy that loads and stores as many bytes as the workload, divided by `us`.
         For matmuls, the time of XLA's matmul without a norm, divided by `us`.
       extra_passes: the number of copies, casts and transposes of large arrays. Copies that the GPU
@@ -68,8 +69,8 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
     The result maps each question (a workload) to its answers (a dict from each provider to its
     `Figure`).
 
-    A figure's `roof` is the time of a copy that loads and stores as many bytes, divided by the time
-    of the workload. The time of the copy is the median over all processes that timed it, because
+    `Figure.roof` is the time of a copy that loads and stores as many bytes, divided by the time of
+    the workload. The time of the copy is the median over all processes that timed it, because
     the time of a single process can be wrong. For example, 28 copies of at least 100 MB were timed
     on an H200. For one of them, a process measured a time at least 7 % above the median.
     """
@@ -95,10 +96,12 @@ def _question(row: Row, kind: type[Any]) -> Question:
 
 
 def of_products(rows: Iterable[Row]) -> Figures:
-    """Return the times and speeds of matmuls, by workload and provider; see `of`.
+    """Return the times and speeds of matmuls.
 
-    `roof` is the time of the provider jnp, divided by the time of the workload. jnp's time is that
-    of XLA's matmul without a norm. `roof` is NaN if jnp was not measured.
+    The result maps each workload to a dict from each provider to its `Figure`.
+
+    `Figure.roof` is the time of XLA's matmul without a norm, divided by the time of the workload.
+    The provider jnp measures this matmul. If it was not measured, `roof` is NaN.
     """
     measured = {
         (_question(row, LinearWorkload), row["provider"]): row
@@ -145,7 +148,7 @@ def bytes_of(question: Question) -> int:
 def own(answers: dict[str, Figure]) -> Figure | None:
     """Return jaxnorm's time and speed in a workload, or None if jaxnorm was not measured.
 
-    `answers` has the figures of all providers for this workload.
+    `answers` maps each provider to its `Figure` in this workload.
     """
     return next((answers[name] for name in OWN if name in answers), None)
 
@@ -169,7 +172,7 @@ class Ahead:
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
-    """Yield all pairs of a workload and a provider that is faster than jaxnorm in it."""
+    """Yield an `Ahead` for each workload and each provider that is faster than jaxnorm in it."""
     for question, answers in figures.items():
         mine = own(answers)
         if mine is None:
@@ -181,9 +184,9 @@ def ahead(figures: Figures) -> Iterator[Ahead]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Another provider's time divided by jaxnorm's: median, minimum and maximum over workloads."""
+    """Statistics of a ratio: another provider's time divided by jaxnorm's time in one workload."""
 
-    cells: int
+    cells: int  # number of workloads that were measured for both
     ahead: int  # number of workloads in which the other provider is faster
     median: float
     least: float
@@ -191,7 +194,7 @@ class Comparison:
 
 
 def comparison(figures: Figures, peer: str) -> Comparison | None:
-    """Return the comparison with a provider, or None if no workload was measured for both."""
+    """Compare jaxnorm with the provider `peer`. Return None if they have no common workload."""
     each = [times_faster(answers, peer) for answers in figures.values()]
     ratios = [ratio for ratio in each if ratio is not None]
     if not ratios:
@@ -207,7 +210,7 @@ def along_n(
 
     The measurements of a shape are a dict that maps each provider to its `Figure`.
 
-    If several shapes have the same N, the one with the most rows is used.
+    If several shapes have the same N, the shape with the most rows is used.
     """
     result = {}
     for rows, cols in sorted(PLOTTED, key=lambda shape: (shape[1], shape[0])):
@@ -220,9 +223,10 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return a dict from each measured shape of a block to the providers' figures.
+    """Return the measurements of a block, as a dict whose keys are the measured shapes.
 
-    The shapes in the table `BLOCKS` come first, then all other measured shapes.
+    The value is a dict from each provider to its `Figure`. The shapes in the table `BLOCKS` come
+    first, then all other measured shapes.
     """
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
@@ -236,14 +240,20 @@ def along_shapes(
 def along_squares(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return a dict from the size M = N = K of each square matmul to the providers' figures."""
+    """Return the measurements of square matmuls, as a dict whose keys are the sizes M = N = K.
+
+    The value is a dict from each provider to its `Figure`.
+    """
     return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
 
 
 def along_projections(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return a dict from the name of each matmul of a model to the providers' figures."""
+    """Return the measurements of models' matmuls, as a dict whose keys are the matmuls' names.
+
+    The value is a dict from each provider to its `Figure`.
+    """
     return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
 
 

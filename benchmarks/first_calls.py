@@ -18,9 +18,9 @@ Figures = dict[str, float | None]
 def prepare(cell: CompileCell) -> Callable[[], Figures]:
     """Measure the compile time of a cell, and return a function that returns this time.
 
-    In other suites, a function with this name compiles a cell, and the returned function measures
-    it. In this suite, the compilation itself is measured, so the returned function only returns the
-    result.
+    Every suite has a function `prepare`. In other suites, `prepare` compiles a cell, and the
+    function that it returns measures the cell. In this suite, the compilation itself is measured.
+    So the measurement is complete when `prepare` returns.
     """
     _warm_up()
     figures = seconds(cell)

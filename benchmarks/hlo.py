@@ -32,7 +32,8 @@ class Collective:
       array: the dtype and shape of its result, such as "bf16[16,64]".
       size: the number of bytes that each device sends in one run. Ring algorithms and direct
         exchange send the same number.
-      runs: how often the operation runs per call of the program: more than once if it is in a loop.
+      runs: the number of times that the operation runs in one call of the program. It is more than
+        1 if the operation is in a loop.
     """
 
     name: str
@@ -50,10 +51,12 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
     A collective operation may have several result arrays, because XLA combines collectives, and
     because an all-to-all may have an array for each device. The list has an entry for each array.
-    If XLA does not state how often a loop runs, one run is assumed.
+
+    A collective in a loop runs once per iteration. If XLA does not state the number of iterations
+    of a loop, one iteration is assumed.
     """
     computations = dict(_computations(text))
-    loops = {}  # the body of each loop -> (the computation with the loop, number of runs)
+    loops = {}  # maps a loop's body to (the computation that has the loop, number of iterations)
     for name, instructions in computations.items():
         for opcode, _, line in instructions:
             if opcode == "while":
@@ -76,7 +79,8 @@ def collectives(text: str, devices: int) -> list[Collective]:
 def _results(opcode: str, kind: str) -> list[str]:
     """Return the result arrays of a collective, given its opcode and its result type.
 
-    The result type of a "-start" opcode lists the operands first. They are skipped.
+    The result type of a "-start" opcode lists the operands before the results. The operands are
+    skipped.
     """
     arrays = [found[0] for found in _ARRAY.finditer(kind)]
     return arrays[len(arrays) // 2 :] if opcode.endswith("-start") else arrays

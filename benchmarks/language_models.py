@@ -50,7 +50,10 @@ class Model:
     attention: Literal["cudnn", "xla"] = "xla"
 
     def init(self, key: Array) -> Params:
-        """Return initial parameters: scales 1, biases 0, others normal with deviation 0.02."""
+        """Return initial parameters.
+
+        Scales are 1, and biases are 0. Others are normally distributed with deviation 0.02.
+        """
         shapes, tree = jax.tree.flatten_with_path(
             _SHAPES[self.size.kind](self.size), is_leaf=lambda node: isinstance(node, tuple)
         )
@@ -73,7 +76,7 @@ class Model:
         ]
 
     def loss(self, params: Params, tokens: Array) -> Array:
-        """Return the mean cross-entropy of each token, given the tokens before it."""
+        """Return the mean cross-entropy of the model's predictions of the next token."""
         embedding = params["embedding"].astype(self.dtype)
         x = _MODELS[self.size.kind](self, params, embedding[tokens[:, :-1]])
         return self.variant.loss(x, embedding, tokens[:, 1:])
@@ -95,7 +98,7 @@ class Model:
 
     @jax.named_scope("attention")
     def attend(self, q: Array, k: Array, v: Array) -> Array:
-        """Compute causal attention of (B, S, heads, head size)."""
+        """Compute causal attention. The arguments are (B, S, heads, head size)."""
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
 
 

@@ -12,8 +12,9 @@ from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
-#: For each size of Llama, three numbers: the width of the model; the number of output features of
-#: the matmul for queries, keys and values; and that of the matmul for gate and up.
+#: Maps each size of Llama to the width of the model, and to a tuple of numbers of output features.
+#: The first number is for the matmul that computes queries, keys and values. The last number is for
+#: the matmul that computes gate and up.
 LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
     "1B": (2048, (3072, 16384)),
     "8B": (4096, (6144, 14336, 28672)),  # 14336: the gate projection without the up projection
@@ -56,8 +57,8 @@ class LinearWorkload(FewParameters):
     def row_operands(self) -> tuple[tuple[Shape, str], tuple[Shape, str, float]]:
         """Shapes and dtypes of x and weight, and the weight's standard deviation.
 
-        The weight's deviation is such that y has a standard deviation of about 1. Values are
-        realistic because a GPU's clock depends on them.
+        The weight's standard deviation is chosen so that y has a standard deviation near 1. Values
+        must be realistic, because a GPU's clock frequency depends on them.
         """
         x, weight = itertools.pairwise(self.sizes)
         return (x, self.dtype), (weight, self.dtype, weight[0] ** -0.5)
@@ -80,7 +81,10 @@ class LinearWorkload(FewParameters):
 
     @property
     def flops(self) -> int:
-        """Number of operations of the matmul and, for "fwd+bwd", of the two backward matmuls."""
+        """The number of floating-point operations of all matmuls.
+
+        A forward pass has one matmul. "fwd+bwd" has three.
+        """
         products = 3 if self.direction == "fwd+bwd" else 1
         return 2 * products * math.prod(self.sizes)
 

@@ -1,4 +1,4 @@
-"""The measured models: cells of training steps, and of stacks of small layers.
+"""The measured models, and the measurements (cells) of training steps and of layer stacks.
 
 This module does not import JAX, because it is also imported by the process that only starts the
 measuring processes.
@@ -11,11 +11,11 @@ from typing import Literal
 
 from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
-# The memory of an H100. The column batch_in_80gb of the results has the largest batch that fits
-# into this memory.
+# The memory of an H100 in bytes. The column batch_in_80gb of the results has the largest batch that
+# fits into this memory.
 BUDGET_BYTES = 80 * 10**9
-# The loss of these training steps, counted from 1, is recorded. Training ends after the last of
-# them.
+# The numbers of the training steps whose loss is recorded. The first step has the number 1.
+# Training ends after the last of these steps.
 LOSS_STEPS = (1, 10, 20, 30, 40)
 
 
@@ -123,7 +123,7 @@ def cells(
 
 
 def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
-    """Return a training step in bfloat16. Each device gets the batch that `MODELS` states."""
+    """Return a training step in bfloat16. `MODELS` has the number of sequences per device."""
     batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
     return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)
 
@@ -144,7 +144,10 @@ STACK_SHAPES: list[Shape] = [
 
 @dataclasses.dataclass(frozen=True)
 class StackCell:
-    """A stack of small pre-norm layers. The direction ``"fwd+bwd"`` is a loss and its gradients."""
+    """A stack of small pre-norm layers.
+
+    The direction ``"fwd"`` computes the output. ``"fwd+bwd"`` computes a loss and its gradients.
+    """
 
     op: Operation
     direction: Direction
@@ -163,8 +166,8 @@ def stacks(
 ) -> Iterator[StackCell]:
     """Yield the stacks that are measured.
 
-    All use jaxnorm's default implementation, which may be XLA for such small arrays. Forward passes
-    are also measured with the Mosaic kernels.
+    All are measured with jaxnorm's default implementation. For such small arrays, the default may
+    be XLA's code. Forward passes are also measured with the Mosaic kernels.
     """
     for op in ops:
         for direction in directions:

@@ -1,4 +1,4 @@
-"""Tables and sentences for README.md and docs/results.md that report.md does not have."""
+"""Tables and sentences that are in README.md or docs/results.md, but not in report.md."""
 
 from collections.abc import Iterable, Sequence
 
@@ -39,7 +39,7 @@ def who(measured: Figures) -> str:
 def kernels(measured: Figures) -> str:
     """Return a table of jaxnorm's fraction of the roofline bound, and its speedup over XLA.
 
-    It has a row for each operation and direction.
+    The table has a row for each operation and direction.
     """
     columns = [(dtype, shape) for dtype in text.DTYPES for shape in MAIN]
 
@@ -62,9 +62,9 @@ def kernels(measured: Figures) -> str:
 
 
 def comparisons(*suites: Figures) -> str:
-    """Return a table that compares jaxnorm with each other provider.
+    """Return a table that compares jaxnorm with every other provider.
 
-    It has a row for each provider and two columns for each suite.
+    The table has a row for each provider and two columns for each suite.
     """
     rows = []
     for name, provider in PROVIDERS.items():
@@ -131,7 +131,7 @@ def steps(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
 
 
 def by_product(measured: Figures) -> str:
-    """Return tables of TFLOP/s of a norm with a matmul after it, for each dtype and direction."""
+    """Return a table of TFLOP/s of a norm and the matmul after it, per dtype and direction."""
     asked = dict.fromkeys(
         (direction, dtype) for op, direction, _, dtype in measured if op == "rms_norm_linear"
     )

@@ -1,8 +1,8 @@
 """Plots of results.
 
 * Norms and softmaxes: GB/s against the row length N. There is a panel for each operation and
-  direction, and a line for each provider. Rows whose length is not a multiple of 16 bytes have
-  hollow markers, which are not part of the lines.
+  direction, and a line for each provider. If the length of a row is not a multiple of 16 bytes, the
+  marker is hollow, and no line connects it with others.
 * Matmuls: one panel shows TFLOP/s against the size of square matmuls, another panel shows TFLOP/s
   of the matmuls that occur in models.
 * Training steps: for each model, bars of time, bars of memory, and curves of the loss.
@@ -58,7 +58,7 @@ _OF_VARIANTS = dict(
 )
 COPY = "a copy of as many bytes"
 MATMUL = "the matmul alone, by XLA"
-# The labels of rematerialisation policies stand below the bars, those of models above the bars.
+# Labels of the rematerialisation policies. They are printed below the bars.
 _REMATS = {"none": "no remat", "dots": "remat,\nmatmuls\nsaved", "block": "remat\nof layers"}
 _OPS = {"product": "matmul"}
 _MODELS = {
@@ -205,7 +205,7 @@ def _plot(
 
 def _panel(axes: Axes, answers: Answers, roof: str) -> None:
     if names := [n for n in answers if isinstance(n, str)]:
-        axes.xaxis.update_units(names)  # one order, even if a provider lacks some names
+        axes.xaxis.update_units(names)  # fix the order of names: a provider may lack some of them
         axes.tick_params(axis="x", labelsize=7)
     elif answers:
         axes.set_xscale("log", base=2)

@@ -34,7 +34,8 @@ from benchmarks.worker import REASON_LENGTH, RESTART
 # The time limit, in seconds, for each answer of a process. The first answer to a batch comes only
 # when the batch is compiled.
 LIMIT_S = 900.0
-# The time limit, in seconds, for a process that gets SIGABRT to print its stack and end.
+# A process that receives SIGABRT prints its stack and ends. After this number of seconds, it is
+# killed.
 ABORT_S = 10.0
 # Matches a line of faulthandler's output that names a file of the project. Files of a virtual
 # environment in the project's folder do not match.
@@ -43,7 +44,10 @@ _FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a cell: figures if `status` is "ok"; otherwise, `status` says what failed."""
+    """The result of measuring a cell.
+
+    If `status` is "ok", `figures` has the measured numbers. Otherwise, `status` says what failed.
+    """
 
     cell: Cell
     figures: dict[str, Any]
@@ -55,7 +59,7 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Yield an outcome for each cell.
 
-    If a process dies or hangs, only the cell that it was running fails. Another process runs its
+    If a process dies or hangs, only the cell that it was running fails. Another process runs the
     remaining cells, so the outcomes may be in a different order than `cells`.
     """
     todo = collections.deque(batches(cells, workers, suite.batch))
@@ -75,9 +79,10 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size: one batch per worker and round.
+    """Split the cells into batches of about equal size, so that a worker gets one batch per round.
 
-    Cells with the same workload are in the same batch, because they share operands.
+    A batch has about `most` cells or fewer. Cells with the same workload are in the same batch,
+    because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []

@@ -36,7 +36,10 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def of_side(side: str) -> Path:
-    """Return the folder of a side's compiled kernels, or raise ModuleNotFoundError."""
+    """Return the folder with the compiled kernels of `side`, which is a key of `SIDES`.
+
+    Raise ModuleNotFoundError if there is no such folder.
+    """
     folder = Path(os.environ.get(VARIABLE, "."), side)
     if not (folder / ABOUT).exists():
         raise ModuleNotFoundError(
@@ -47,9 +50,9 @@ def of_side(side: str) -> Path:
 
 
 def software(side: str) -> str:
-    """Return text that names a compiler and a GPU.
+    """Return text on the Triton kernels of `side`, which is a key of `SIDES`.
 
-    The compiler has compiled the Triton kernels of `side` (a key of `SIDES`) for this GPU.
+    The text names their compiler, and the GPU for which they were compiled.
     """
     found = about(of_side(side))
     capability, sms, _ = found["gpu"]

@@ -43,7 +43,10 @@ def read(file: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def latest(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], Row]:
-    """Return a dict from each key to its last row, in the order in which the keys first occur."""
+    """Return a dict from each key to its last row, in the order in which the keys first occur.
+
+    The key of a row is the tuple of its values in the columns `key`.
+    """
     return {tuple(row[name] for name in key): row for row in rows}
 
 
@@ -82,7 +85,7 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """Return the last row of each cell. Rows of all versions of the software count."""
+        """Return the last row of each cell, which any version of the software may have measured."""
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 

@@ -24,8 +24,8 @@ operand is in the GPU's cache. These are columns of the results:
 * `gbps`: GB/s, computed from the minimum memory traffic: each pass loads or stores each of its
   arrays once
 * `roof`: the time of a copy of as many bytes in the same process, divided by the measured time
-* `tflops`: TFLOP/s, computed from 2 M N K operations per matmul; forward and backward pass together
-  have three matmuls
+* `tflops`: TFLOP/s, computed from 2 * M * N * K operations per matmul; forward and backward pass
+  together have three matmuls
 * `kernels`: the number of kernels of a call
 * `extra_passes`: the number of copies, casts and transposes of whole arrays. The GPU driver may
   perform a copy without a kernel; the measured time does not include such a copy

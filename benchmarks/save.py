@@ -3,16 +3,16 @@
     python -m benchmarks.save errors
     python -m benchmarks.save memory
 
-`errors`: relative errors ||a - b|| / ||b|| of dx and dscale for 256 rows of 1024 elements, where b
-is the reference. The reference is JAX's autodiff of the plain formula in float64, at the exact
-values of the inputs.
+`errors`: relative errors ||a - b|| / ||b|| of the gradients dx and dscale, for 256 rows of 1024
+elements. a is jaxnorm's gradient, and b is the reference: JAX's autodiff of the plain formula in
+float64, at the exact values of the inputs.
 
-`memory`: temp memory that XLA plans for the gradients of 12 layers with RMSNorms. It is given per
-layer, in multiples of one activation, which has tokens x width (T*d) elements. In a pre-norm block,
-the norm's output is saved anyway, because it is the input of the next matmul. With
-``save="output"``, the norm's backward pass reads this array, so the norm's input need not be saved.
-This frees one activation. If no other operation saves the output, nothing is freed: the output is
-saved instead of the input. Nothing is executed.
+`memory`: temp memory that XLA plans for the gradients of 12 layers with RMSNorms. The program is
+compiled but not executed. The memory is given per layer, in multiples of one activation, which has
+tokens x width (T*d) elements. In a pre-norm block, the norm's output is saved anyway, because it is
+the input of the next matmul. With ``save="output"``, the norm's backward pass reads this array, so
+the norm's input need not be saved. This frees one activation. If no other operation saves the
+output, no memory is freed: the output is saved instead of the input.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def library(save: Save) -> Norm:
 def gradients(norm: Norm, case: Case, dtype: str) -> list[np.ndarray]:
     """Return (dx, dscale) of a case. They are computed in `dtype`, and returned as float64.
 
-    The values of x and dy do not depend on `dtype`: they are rounded to the dtype of the case.
+    x and dy are first rounded to the dtype of the case. So their values do not depend on `dtype`.
     """
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.normal(size=(ROWS, COLS)), case.dtype).astype(dtype) for _ in "xd")

@@ -1,8 +1,9 @@
 """Stacks of small pre-norm layers: programs whose time depends on the host, not on the GPU.
 
-A layer is ``x + gelu(norm(x) w) v`` with square matrices. Launching a jaxnorm kernel costs the host
-more than launching a kernel of XLA. This matters if arrays are small and a program has many
-kernels. jaxnorm and plain jnp run alternately in one process, under the same conditions.
+A layer is ``x + gelu(norm(x) @ w) @ v`` with square matrices w and v. The host needs more time to
+launch a jaxnorm kernel than to launch a kernel of XLA. This matters if arrays are small and a
+program has many kernels. jaxnorm and plain jnp run alternately in one process, under the same
+conditions.
 """
 
 import functools
@@ -64,7 +65,7 @@ def program(cell: StackCell, name: str) -> Callable[..., Any]:
 
 
 def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:
-    """Run programs alternately. Return the median milliseconds of each, from call to results."""
+    """Run the programs alternately. Return the median milliseconds from call to results of each."""
     times: list[list[float]] = [[] for _ in programs]
     turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):

@@ -1,4 +1,4 @@
-"""The suites of measurements: for each, the cells that it measures and the columns of results.
+"""The suites of measurements. A suite defines the cells that it measures, and columns of results.
 
 A cell is one measurement: a workload (operation, direction, shape and dtypes) and the provider
 (library) that runs it. Each suite has a CSV file with a row for each measured cell. The fields of
@@ -138,14 +138,14 @@ class Suite:
     Attributes:
       name: the name of the suite and of its CSV file.
       cell: the class of its cells, whose fields are columns of the file.
-      figures: maps the columns of results to their number of decimals.
+      figures: maps each column of numbers in the results to its number of decimals.
       cells: a function that returns the cells of a selection.
-      sides: the frameworks on which it can run.
+      sides: the groups of processes, such as JAX and torch, in which the suite can run.
       batch: the maximum number of cells that a process compiles before it measures them.
-      alone: True if the suite has only one process, so that no other process uses the GPU. The
-        compiler then times several matmuls on the GPU to choose the fastest.
-      in_turn: True if a process compiles only one cell at a time, because the compile time is
-        measured. There may be several processes.
+      alone: True if only one process at a time may run the suite. This is needed if the compilers
+        themselves time several matmuls on the GPU to choose the fastest, and if the CPU is timed.
+      in_turn: True if a process must compile its cells one after the other. This is needed if the
+        compile time is measured. There may still be several processes.
     """
 
     name: str

@@ -5,8 +5,8 @@
 The file defines ``workloads()``, which returns workloads, and ``schedules(workload)``, which
 returns schedules. Each schedule is compiled, its results are compared with XLA's on the same
 operands, and it is timed as in `benchmarks.run`. The column `worst` is the largest difference from
-XLA's result, relative to the result's largest element. A schedule whose `worst` is much larger than
-that of others is wrong.
+XLA's result, relative to the result's largest element. If `worst` is much larger for one schedule
+than for the others, this schedule computes wrong results.
 """
 
 import argparse
@@ -62,7 +62,11 @@ class Row:
 
 
 def with_schedule(schedule: Any) -> types.SimpleNamespace:
-    """Return the passes of an implementation, with this schedule instead of the default one."""
+    """Return an object with the forward and backward functions of an implementation.
+
+    These functions use `schedule` instead of the default schedule. The class of the schedule
+    determines the implementation.
+    """
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
     passes = [n for n in _PASSES if hasattr(implementation, n)]

@@ -59,12 +59,15 @@ def variants(rows: Iterable[Row]) -> list[str]:
 
 
 def provenance(rows: Sequence[Row]) -> str:
-    """Return a line on how rows were measured: device, software, commits."""
+    """Return a sentence that names the device, the software and the commits of the rows."""
     return f"One {_device(rows)}; {_software(rows)}."
 
 
 def source(rows: Sequence[Row]) -> str:
-    """Return the same for the middle of a sentence: "one <device> (<software, commits>)"."""
+    """Return the device, software and commits of the rows, worded for the middle of a sentence.
+
+    The result is "one <device> (<software, commits>)".
+    """
     return f"one {_device(rows)} ({_software(rows)})"
 
 

@@ -165,7 +165,7 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # not deleted before, so that `temp` does not include the results
+    del results  # results deleted before the memory is read would be counted in `temp`
     return temp
 
 

@@ -22,8 +22,8 @@ WARMUP = 3
 KERNEL_STEPS = 10
 # On a mesh, arrays of the state with at least this many elements are sharded.
 _SPLIT_FROM = 100_000
-# The maximum number of linear interpolations to find the largest batch. After them, bisection is
-# used.
+# The maximum number of linear interpolations in the search for the largest batch. After this
+# number, bisection is used.
 _GUESSES = 8
 
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
@@ -32,7 +32,7 @@ _GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": Fal
 
 
 class Step:
-    """A training step, which compiles when it is first used, and its inputs.
+    """A training step and its inputs. Its programs are compiled when they are first used.
 
     Attributes:
       run: the compiled step. It takes a state, which it overwrites, and tokens, and returns the new
@@ -106,7 +106,7 @@ class Step:
 
     @property
     def _memory(self) -> Any:
-        """XLA's memory plan, or None if the backend does not report it. CPUs and GPUs do."""
+        """XLA's memory plan, which CPUs and GPUs report. None if the backend does not report it."""
         return self.run.memory_analysis()
 
     @property
@@ -232,8 +232,8 @@ def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) ->
 def _on_the_line(values: Mapping[int, int], limit: int) -> int:
     """Estimate the n at which a growing function reaches the limit, given some of its values.
 
-    `values` maps n to the function's value. The estimate is linear in the two values that are the
-    closest to the limit.
+    `values` maps n to the function's value. The estimate lies on the straight line through the two
+    points whose values are closest to the limit.
     """
     (a, low), (b, high) = sorted(sorted(values.items(), key=lambda item: abs(item[1] - limit))[:2])
     return b if high <= low else int(a + (limit - low) * (b - a) / (high - low))

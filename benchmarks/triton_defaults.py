@@ -1,4 +1,6 @@
-"""Times of the Triton kernels relative to XLA, from committed results. They decide the defaults.
+"""Times of the Triton kernels relative to XLA, from committed results.
+
+These times decide for which calls the Triton kernels are the default.
 
 python -m benchmarks.triton_defaults          prints the table of docs/platforms.md
 python -m benchmarks.triton_defaults --write  writes it there, and `timings.TIMINGS`
@@ -89,9 +91,10 @@ def times(folder: Path) -> Times:
 
 
 def ratios(measured: Times, provider: str) -> dict[str, Timing]:
-    """Return, for each call, the ratios of a provider's times to XLA's.
+    """Return a dict from each call to statistics of the provider's time divided by XLA's time.
 
-    Only workloads that were measured with `triton_sm80` are included.
+    The statistics are the median, the minimum and the maximum over workloads. Only workloads that
+    were measured with the provider `triton_sm80` are included.
     """
     found = defaultdict(list)
     for (call, *_), us in measured.items():

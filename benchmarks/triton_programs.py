@@ -155,8 +155,9 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
                 # The xla implementation does not support the kernel's two-dimensional mask and
-                # bias, so there are no results of XLA. `kernel` returns zeros here, because `run`
-                # does. This suffices, since the program is only compiled.
+                # bias, so it cannot compute results. Return the results of `kernel` instead. They
+                # are made of zeros, because `run` returns zeros. The program is only compiled, so
+                # the values do not matter.
                 return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
@@ -199,7 +200,10 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
 
 def _operand_rows(shared: Shared) -> np.ndarray:
-    """Return an array that has, for each row of x, the index of the operand's row that it uses."""
+    """Return an integer array with an index for each row of x.
+
+    Row i of x uses row ``result[i]`` of the operand.
+    """
     own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
     return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 
@@ -329,7 +333,8 @@ class _Kernel:
 class _Language(types.ModuleType):
     """A stand-in for `triton.language`.
 
-    Modules with kernels can then be imported: their annotations and constants use this module.
+    Modules with kernels use `triton.language` in annotations and constants. With the stand-in, they
+    can be imported without Triton.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -350,7 +355,8 @@ def _software() -> str:
 def sources() -> str:
     """Return a hash of the source files of the Triton kernels.
 
-    File names of launches do not depend on the source, so the folder records this hash.
+    A folder of compiled kernels records this hash, so that outdated kernels are detected. The names
+    of its files do not depend on the sources.
     """
     (root,) = map(Path, jaxnorm_kernels.__path__)
     texts = (file.read_bytes() for file in sorted(root.glob("triton/*.py")))

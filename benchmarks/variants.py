@@ -1,8 +1,9 @@
 """The functions in which the variants of a model differ: norms, losses and linear layers.
 
-In shapes, B is the number of sequences, S their length, d the width, H the number of heads, D their
-size, and f the hidden features of an MLP. Weights are float32, and are cast to x's dtype.
-`jax.named_scope` gives functions the names by which `profile` recognises their kernels.
+In shapes, B is the number of sequences, S their length, d the width, H the number of heads, D the
+size of a head, and f the number of hidden features of an MLP. V is the size of the vocabulary.
+Weights are float32, and are cast to x's dtype. `jax.named_scope` gives functions the names by which
+`profile` recognises their kernels.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
 
 
 def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """Return a function that adds the residual and then normalises, in two steps."""
+    """Return a function that adds the residual, and then normalises the sum in a second step."""
 
     def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:
         h = x + residual
@@ -87,7 +88,7 @@ def activation_linear_of_inputs(x: Array, weight: Array, bias: Array) -> Array:
 
 
 def heads_linear(x: Array, weight: Array) -> Array:
-    """Apply the output projection of attention to x (B, S, H, D). The weight is (H D, d)."""
+    """Apply the output projection of attention to x (B, S, H, D). The weight is (H * D, d)."""
     return linear(x.reshape(*x.shape[:2], -1), weight)
 
 
@@ -110,10 +111,13 @@ def loss_of_whole_logits(x: Array, embedding: Array, labels: Array) -> Array:
 def remade(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     """Rematerialise a matmul: return a function that saves only the operands of `product`.
 
-    The operands are saved in any case, because other functions need them. Without `jax.checkpoint`,
-    a scan would also save the arrays that `product` computes from them: the weight cast to x's
-    dtype, and the attention result reshaped to (B, S, H * D). prevent_cse is False, so that XLA may
-    use the values of the forward pass in unrolled layers.
+    Saving the operands costs no extra memory, because other functions save them, too. Without
+    `jax.checkpoint`, a scan would also save two arrays that `product` computes from its operands:
+    the weight after the cast to x's dtype, and attention's result after the reshape to
+    (B, S, H * D).
+
+    prevent_cse is False. XLA may then skip the recomputation in unrolled layers, if values of the
+    forward pass are still in memory.
     """
     return jax.checkpoint(product, prevent_cse=False)
 
@@ -133,7 +137,7 @@ class Variant:
       linear: a function of x (B, S, d) and weight.
       gated_linear: a function of gate and up (B, S, f), and weight (f, d).
       activation_linear: a function of x (B, S, f), weight (f, d) and bias (d,).
-      heads_linear: a function of attention's result (B, S, H, D) and weight (H D, d).
+      heads_linear: a function of attention's result (B, S, H, D) and weight (H * D, d).
     """
 
     rms_norm: Callable[..., Array]

@@ -3,7 +3,8 @@
     python -m benchmarks.worker jax 2
 
 JAX and torch reserve GPU memory, and a wrong kernel can crash its process, so each side (JAX or
-torch) has separate processes. The number is how many cells the process compiles at the same time.
+torch) has separate processes. The last argument is the number of cells that the process compiles at
+the same time.
 
 The parent process sends two lines to standard input for each batch. This process answers with JSON
 objects, one per line:
@@ -46,9 +47,9 @@ class Failed:
 
 
 class Absent:
-    """A replacement for a side's module (JAX or torch) that cannot be imported.
+    """A substitute for the module of a side (JAX or torch), used if importing the module fails.
 
-    All cells of this side fail, with the import error as the reason.
+    All cells of this side then fail, with the import error as the reason.
     """
 
     THREADS = 1
@@ -144,7 +145,7 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
         cells = [suite.cell(**cell) for cell in request["cells"]]
         measures = prepared(side, suite.name, cells, 1 if suite.alone or suite.in_turn else threads)
         lost = any(isinstance(m, Failed) and m.restart for m in measures)
-        if lost and len(cells) > 1:  # the parent then runs each cell in its own batch
+        if lost and len(cells) > 1:  # the parent will start again, with one cell per batch
             return RESTART
         side.release()
         say(out, {})

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
 Shape = tuple[int, ...]
-# The shape and dtype of an array. Some arrays also have a number. For an array of integers, it is
-# n, and the integers are drawn from range(n). For a weight, it is the standard deviation.
+# The shape and dtype of an array. Some arrays have a number as the third element. For an array of
+# integers, this is n, and the integers are drawn from range(n). For a weight, it is the standard
+# deviation.
 Array = tuple[Shape, str] | tuple[Shape, str, float]
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
@@ -120,7 +121,7 @@ def grid(
 
 @dataclasses.dataclass(frozen=True)
 class ShapedWorkload(abc.ABC):
-    """One operation in one direction, whose arrays have shapes that follow from `shape`.
+    """One operation in one direction. The shapes of all its arrays follow from `shape`.
 
     Attributes:
       op: the operation's name in the table of blocks, losses or matmuls.

@@ -3,8 +3,8 @@
     python examples/llama_layer.py
 
 The list is from `jaxnorm.memory_report`, which traces the layer. Nothing is executed, and no GPU is
-needed. Sizes are per layer of a scan, in units of a bfloat16 array of tokens x width, as in the
-table of docs/memory.md.
+needed. Sizes are per layer of a scan. The unit is the size of one bfloat16 array of tokens x width,
+as in the table of docs/memory.md.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ LAYERS_OF = {
 
 
 def report_of(layer: Layer) -> jaxnorm.MemoryReport:
-    """Return the memory report of a scan over layers, for gradients of the parameters and x."""
+    """Return the memory report of a scan over layers whose parameters and x get gradients."""
     shapes = {
         **dict.fromkeys(("q", "out"), (WIDTH, WIDTH)),
         **dict.fromkeys(("k", "v"), (WIDTH, KV_HEADS * HEAD)),
@@ -129,7 +129,10 @@ def report_of(layer: Layer) -> jaxnorm.MemoryReport:
 
 @functools.cache
 def units() -> dict[str, float]:
-    """Return the arrays that each variant saves per layer, in units of tokens x width."""
+    """Return the size of the arrays that each variant saves per layer.
+
+    The unit is the size of one bfloat16 array of tokens x width.
+    """
     return {name: report_of(layer).total / LAYERS / UNIT for name, layer in LAYERS_OF.items()}
 
 

@@ -42,9 +42,10 @@ class Placement:
 
     @classmethod
     def over(cls, sizes: dict[str, int] | None) -> "Placement":
-        """Return a placement on a mesh of these sizes; ValueError if there are too few devices.
+        """Return a placement on a mesh of these sizes.
 
-        Without a GPU, the CPU is split into virtual devices.
+        Without a GPU, the CPU is split into virtual devices. Raise ValueError if there are too few
+        devices.
         """
         if sizes is None:
             return cls()

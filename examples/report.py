@@ -34,7 +34,7 @@ class Run:
 
     Attributes:
       label: the name of the run.
-      losses: ``(steps,)``; the mean loss of each step's batch, in nats per byte.
+      losses: an array of shape (steps,): the mean loss of each step's batch, in nats per byte.
       final_loss: the mean loss of the held-out text after training, in nats per byte.
       ms_per_step: the milliseconds per training step.
       temp_bytes: the temp memory that XLA plans for the compiled training step.
@@ -73,8 +73,8 @@ class Check:
 def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) -> list[Check]:
     """Check that the losses of all runs agree.
 
-    The losses of the first `early_steps` steps may differ by `tolerance`, the losses at the end by
-    3 %.
+    The losses of the first `early_steps` steps may differ by at most `tolerance` nats. The losses
+    at the end may differ by at most 3 %.
     """
     curves = np.stack([run.losses for run in runs])
     early = float(np.max(np.ptp(curves[:, :early_steps], axis=0)))
@@ -127,9 +127,9 @@ def table(runs: Sequence[Run]) -> Table:
 def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption: str) -> str:
     """Return a Markdown table of the runs.
 
-    `freed` has a pair of numbers for each run after the first. They say by how much the run needs
-    less temp memory, and less memory for saved arrays, than the run before it. They become the last
-    two columns.
+    `freed` has a pair of numbers for each run after the first. A run is compared with the run
+    before it. The first number is the temp memory that the run frees, the second number is the
+    memory of saved arrays that it frees. They are the last two columns of the table.
     """
     header = (*COLUMNS, "temp freed", "saved freed")
     last = [("-", "-"), *((f"{temp:.2f}", f"{saved:.2f}") for temp, saved in freed)]

@@ -55,7 +55,7 @@ State = tuple[Params, optax.OptState]
 
 
 def read_text() -> tuple[np.ndarray, np.ndarray]:
-    """Return the text as bytes: the part for training, and the last tenth, which is held out."""
+    """Return two arrays of bytes: the text for training, and the last tenth, which is held out."""
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     tokens = np.frombuffer(text, np.uint8).astype(np.int32)
@@ -63,7 +63,7 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
-    """Return sequences of seq + 1 bytes: the inputs, and the targets, which are one byte later."""
+    """Return sequences of seq + 1 bytes. All but the last are inputs, all but the first targets."""
     return text[starts[:, None] + np.arange(seq + 1)]
 
 
@@ -73,9 +73,10 @@ def heldout_windows(heldout: np.ndarray, seq: int) -> np.ndarray:
 
 
 def bigram_loss(text: np.ndarray, evaluated: np.ndarray, alpha: float = 0.1) -> float:
-    """Return the loss of a bigram model in nats per byte: trained on `text`, evaluated on windows.
+    """Return the loss of a bigram model in nats per byte.
 
-    Its counts of byte pairs are smoothed by adding `alpha`.
+    The model is trained on `text`, and evaluated on the windows `evaluated`. Its counts of byte
+    pairs are smoothed by adding `alpha`.
     """
     counts = np.full((VOCABULARY, VOCABULARY), alpha)
     np.add.at(counts, (text[:-1], text[1:]), 1.0)
@@ -93,9 +94,10 @@ def early_tolerance(config: Config) -> float:
     if config.dtype == "float32":
         return 1e-4
     # Two ways to compute a norm or softmax may round an element to two neighbouring numbers. In
-    # bfloat16, their relative difference is 2**-8. The residual stream is rounded twice per layer,
-    # and the errors accumulate like a random walk. So the relative difference of the losses is
-    # about 2**-8 times the root of the number of roundings. At first, the loss is about ln(256).
+    # bfloat16, the relative difference of these numbers is about 2**-8. The residual stream is
+    # rounded twice per layer, and the errors accumulate like a random walk. So the relative
+    # difference of the losses is about 2**-8 times the root of the number of roundings. The loss
+    # starts near ln(256), so the absolute difference is about ln(256) times the relative one.
     return 2**-8 * math.sqrt(2 * config.layers + 1) * math.log(VOCABULARY)
 
 
@@ -171,7 +173,7 @@ def train(
 
 
 def evaluate(model: Transformer, params: Params, evaluated: np.ndarray, batch: int) -> float:
-    """Return the mean loss over the windows, except those of an incomplete last batch."""
+    """Return the mean loss over the windows. An incomplete last batch is left out."""
     loss = jax.jit(functools.partial(loss_fn, model))
     batch = min(batch, len(evaluated))
     full = len(evaluated) // batch
@@ -188,7 +190,7 @@ def setting(config: Config, placement: Placement) -> str:
 
 
 def plans(config: Config) -> str:
-    """Return text on which implementations run jaxnorm's calls on this machine, and why."""
+    """Return text that says which implementation runs each jaxnorm call here, and why."""
     tokens = config.batch * config.seq
     column = jax.ShapeDtypeStruct((config.width,), "float32")
     calls = {

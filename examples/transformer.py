@@ -14,8 +14,8 @@ import jaxnorm.linen
 
 # Each token is a byte, which has 256 possible values.
 VOCABULARY = 256
-# A step of Adam changes the output of a layer by about learning rate x width. So the learning rate
-# is chosen inversely proportional to the width.
+# A step of Adam changes the output of a layer by about the learning rate times the width. So the
+# learning rate is this number divided by the width.
 LEARNING_RATE_TIMES_WIDTH = 0.5
 
 
@@ -50,7 +50,7 @@ class Config:
 
 
 class AddLayerNorm(nn.LayerNorm):
-    """Adds the residual and applies Flax's norm. It is called like jaxnorm's fused norm."""
+    """Adds the residual and applies Flax's norm. It has the arguments of jaxnorm's fused norm."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -112,10 +112,11 @@ VARIANTS = (FLAX, NORMS_AND_LOSS, PRODUCTS_INPUTS)
 
 
 class Block(nn.Module):
-    """A transformer block. It takes and returns the residual stream and a branch.
+    """A transformer block. It takes and returns two arrays: a branch, and the residual stream.
 
-    The output of the MLP, the branch, is added to the residual stream by the next block's first
-    norm. So a norm follows every addition, and jaxnorm's norm does both in one pass.
+    The branch that a block returns is the output of its MLP. The first norm of the next block adds
+    this branch to the residual stream. So a norm follows every addition, and jaxnorm's norm does
+    both in one pass.
     """
 
     config: Config

@@ -1,4 +1,7 @@
-"""Apple's cut cross-entropy: by default, and without leaving out small gradients."""
+"""Apple's cut cross-entropy, in two forms. By default, it leaves out small gradients.
+
+The provider `cce_unfiltered` computes all gradients.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Gated norms of flash-linear-attention: two Triton kernels, the second of which is Mamba 2's."""
+"""Two gated norms of flash-linear-attention, which are Triton kernels.
+
+The first norm is used in gated delta nets, the second norm is used in Mamba 2.
+"""
 
 from collections.abc import Callable
 from typing import Any

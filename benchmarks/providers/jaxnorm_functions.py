@@ -1,8 +1,9 @@
 """The functions of the providers that call jaxnorm.
 
 There are three kinds of provider. The first calls jaxnorm with its default implementation, the
-second calls it with a given implementation. The third is a composition: it computes a block (a
-group of operations that jaxnorm can fuse) with a plain norm or softmax of jaxnorm and jax.numpy.
+second calls it with a given implementation. The third, `composed`, is for blocks (groups of
+operations that jaxnorm can fuse). It calls only jaxnorm's plain norm or softmax, and computes the
+rest of the block in jax.numpy.
 """
 
 import functools
@@ -48,8 +49,8 @@ def rms_norm_rope(
     return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
 
 
-# Maps a name to a function of jaxnorm and its options. The names are those of the blocks (groups of
-# operations that jaxnorm can fuse) and of the norm with a matmul.
+# Maps the name of a block to two things: a function that calls jaxnorm, and a dict of keyword
+# arguments for this function. The last entry is a norm with a matmul.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),
@@ -101,6 +102,6 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         norms = plain(jaxnorm.rms_norm), plain(jaxnorm.layer_norm)
         return jnp_functions.Plain(*norms, plain(jaxnorm.softmax)).block(op, y_dtype)
     block, given = _BLOCKS[op]
-    if op != "post_norm":  # the result has the residual's dtype
+    if op != "post_norm":  # it has no argument `dtype`: its result has the residual's dtype
         given = {**given, "dtype": y_dtype}
     return functools.partial(plain(block), **given)

@@ -36,7 +36,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A library's norms and softmax. Blocks are composed of them and of jax.numpy functions."""
+    """The norms and the softmax of a library. `block` combines them with jax.numpy functions."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]

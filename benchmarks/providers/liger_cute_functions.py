@@ -1,4 +1,4 @@
-"""Liger's linear cross-entropy with kernels in CuTe DSL, which are not its default."""
+"""Liger's linear cross-entropy with kernels in CuTe DSL. By default, Liger uses Triton kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def in_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute the loss in chunks: a CuTe kernel for a chunk of logits, and cuBLAS for the matmuls.
+    """Compute the loss chunk by chunk. cuBLAS runs the matmuls, a CuTe kernel processes the logits.
 
     If the size of the vocabulary is not a multiple of 8, Liger uses its Triton kernel instead.
     """

@@ -1,7 +1,8 @@
 """Liger's kernels. RMSNorm's dx overwrites dy, and the gradient of logits overwrites the logits.
 
-Liger's GroupNorm is not compared, because it takes images with channels first, in which the
-elements of a group are adjacent.
+Liger's GroupNorm is not compared with jaxnorm. It takes images with channels first, so all elements
+of a group are adjacent in memory. The benchmark has channels last. There, the elements of a group
+are not adjacent, so the two problems differ.
 """
 
 from collections.abc import Callable

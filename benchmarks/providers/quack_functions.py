@@ -1,4 +1,4 @@
-"""QuACK's kernels. Its separate forward and backward functions of LayerNorm are joined here."""
+"""QuACK's kernels. Here, its forward and backward functions of LayerNorm become one function."""
 
 import functools
 from collections.abc import Callable
@@ -37,9 +37,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def linear_cross_entropy_of_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute the loss chunk by chunk, and store the logits of a chunk.
+    """Compute the loss chunk by chunk, with `use_scaled_exp=False`.
 
-    QuACK itself does so for calls in which it does not support `use_scaled_exp`.
+    The logits of a chunk are then stored. QuACK sets `use_scaled_exp` to False by itself if it does
+    not support True for a call.
     """
     return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False, use_scaled_exp=False)
 

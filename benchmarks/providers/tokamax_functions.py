@@ -15,10 +15,10 @@ if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
 import tokamax
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
-# If only the forward pass runs, the kernel of the public function `tokamax.layer_norm` overwrites x
-# with y. XLA must then copy x first. This copy is not a kernel, so it would not be timed, but it
-# would leave a part of a small x in the cache. So call the internal operation that tokamax's own
-# benchmark calls. No argument of the public function selects it.
+# Call an internal operation, as tokamax's own benchmark does. The public function
+# `tokamax.layer_norm` has a disadvantage here: if only the forward pass runs, its kernel overwrites
+# x with y, so XLA copies x first. The copy is not a kernel and would not be timed, but it would
+# leave a part of a small x in the cache. The public function has no argument that prevents this.
 _NORM = TritonNormalization(input_output_alias=False)
 
 

@@ -1,8 +1,13 @@
 """Schedules of the backward passes of norms and softmaxes, over many widths.
 
-For norms, whose rows are loaded through a pipeline, the schedules differ in how many warpgroups and
-blocks share a row, in the blocks per multiprocessor, and in the rows per step. For softmaxes, whose
-rows are held in registers, they differ in how many warpgroups and blocks share a row.
+The kernels of norms load rows through a pipeline. Their schedules differ in
+
+* the number of warpgroups and of thread blocks that share a row
+* the number of thread blocks per multiprocessor
+* the number of rows per step of the pipeline
+
+The kernels of softmaxes hold rows in registers. Their schedules differ only in the number of
+warpgroups and of thread blocks that share a row.
 """
 
 import itertools
@@ -23,10 +28,11 @@ _ELEMENTS = 2**26
 _COLS = [512, 640, 768, 896, 1024, 1152, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168]
 _COLS += [8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536, 131072]
 _WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3)
-# The minimum and maximum number of columns per thread for norms, without and with a cluster of
-# blocks. With fewer than 8 columns, the blocks of a cluster spend their time waiting for each
-# other.
+# For norms, the minimum and maximum number of columns per thread. The key is True if a cluster of
+# several thread blocks shares a row. In a cluster, the minimum is 8: with fewer columns, the blocks
+# spend their time waiting for each other.
 _RING_COLUMNS = {False: (4, 32), True: (8, 32)}
+# For softmaxes, the minimum and maximum number of columns per thread.
 _HELD_COLUMNS = (16, 64)
 
 

@@ -1,9 +1,9 @@
 """Schedules of causal softmaxes that differ in how many columns a row loads at once.
 
 The threads of a row load a block of adjacent columns at once, called a *unit*. A row needs no
-columns beyond the diagonal, but it loads the unit that contains the diagonal completely. On
-average, half of this unit is loaded in vain, so small units may be faster. Triton's kernels waste
-only a part of a 16-byte vector.
+columns beyond the diagonal. But it loads the whole unit in which the diagonal lies. On average,
+half of this unit is loaded in vain, so small units may be faster. In Triton's kernels, only a part
+of a 16-byte vector is loaded in vain.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Schedules of forward passes whose rows are loaded through a pipeline.
 
 A block is a thread block. Schedules differ in the number of rows per block, and in how many
-warpgroups and blocks share a row. They also differ in how many small blocks there are: the last
-rows of the array are divided among blocks that process only a single tile of rows, so that all
+warpgroups and blocks share a row. They also differ in the number of small blocks. A small block
+processes only a single tile of rows. Small blocks process the last rows of the array, so that all
 multiprocessors finish at about the same time.
 """
 
@@ -16,8 +16,8 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-# The number of small thread blocks for the last rows (see the module docstring), divided by the
-# number of thread blocks that the GPU runs at the same time.
+# Ratios to try. The number of small thread blocks for the last rows (see the module docstring) is
+# this ratio times the number of thread blocks that the GPU runs at the same time.
 _TAILS = (0, 1, 2, 4)
 # The minimum and maximum number of columns per thread.
 _VALUES = (16, 64)

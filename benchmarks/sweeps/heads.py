@@ -1,8 +1,11 @@
 """Schedules of the norm of attention heads with a rotation.
 
-They differ in the threads per row and the elements that a thread loads at once, in the rows of a
-tile (forward) or of a pipeline stage (backward), in the number of stages, and in the blocks per
-multiprocessor.
+They differ in
+
+* the number of threads per row. With twice the threads, a thread loads half the elements at once
+* the number of rows of a tile, for forward passes
+* the number of rows of a pipeline stage, for backward passes
+* the number of thread blocks per multiprocessor, for backward passes
 """
 
 import dataclasses
@@ -15,8 +18,9 @@ from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 
 _SHAPES = ((4, 2048, 32, 128), (4, 2048, 32, 64), (4, 2048, 16, 256))
-# For each n, a schedule has n times as many threads per row as the kernel's schedule table. The
-# vectors that a thread loads then have 1 / n as many elements.
+# Factors to try for the number of threads per row. The number that the kernel's schedule table
+# chooses is multiplied by the factor. The number of elements that a thread loads at once is divided
+# by the factor.
 _THREADS = (1, 2)
 _TILES = (1, 2, 4)
 _STAGE_BYTES, _STAGES, _BLOCKS = (8192, 16384, 32768), (3,), (2, 3, 4, 6)

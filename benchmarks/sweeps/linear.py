@@ -2,9 +2,9 @@
 
 They differ in the width of an output tile, in the number of pipeline stages in shared memory, and
 in the order of the tiles. The columns of output tiles are divided into groups of neighbouring
-columns. The kernel computes the tiles of one group in all rows, then those of the next group. A
-schedule sets the width of a group. The kernel is timed with the norm and, as the operation
-`product`, without it.
+columns. The kernel computes the tiles of one group in all rows, then the tiles of the next group. A
+schedule sets the width of a group. The kernel is timed twice: with the norm, and without the norm
+(the operation `product`).
 """
 
 import dataclasses

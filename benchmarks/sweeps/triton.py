@@ -1,6 +1,7 @@
 """Schedules of Triton kernels.
 
-They differ in whether a program holds whole rows, and in the numbers of warps and programs.
+They differ in whether a program holds whole rows, in the number of warps of a program, and in the
+number of programs.
 """
 
 import itertools
@@ -20,11 +21,12 @@ _CALLS = [
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-# For each direction, how many threads an SM (multiprocessor) runs at the same time.
+# For each direction, values to try for the number of threads that an SM (multiprocessor) runs at
+# the same time.
 _THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}
-# The numbers of tiles that a persistent program has in flight.
+# Values to try for the number of tiles that a persistent program has in flight.
 _STAGES = (1, 2, 3, 4, 8)
-# The numbers of columns of a tile that each thread holds.
+# Values to try for the number of elements of a tile that one thread holds.
 _VALUES = (4, 8, 16)
 
 
@@ -42,9 +44,9 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 
 
 def _held(spec: Spec) -> Iterator[Line]:
-    # If there are more columns, the parameters do not fit in the registers of a program.
+    # With more than 8192 columns, the parameters do not fit in the registers of a program.
     hold = spec.cols <= 8192
-    # In rows with more columns, prefetching the next rows was slower.
+    # The maximum number of columns with prefetching. In longer rows, prefetching was slower.
     most = {"fwd": 2048, "bwd": 16384}[spec.direction]
     for rows, warps, threads, stages, values in itertools.product(
         (1, 2), _WARPS, _THREADS[spec.direction], _STAGES if spec.op == "norm" else (1,), _VALUES
