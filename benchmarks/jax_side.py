@@ -25,9 +25,10 @@ Inputs = tuple[Arrays, Arrays, Arrays]
 
 # The maximum number of threads that compile cells at the same time.
 THREADS = 16
-# After a process has measured a batch of cells, it waits for its next batch, and keeps its GPU
-# memory. A process whose peak memory exceeds this number of bytes is replaced by a new process.
-# JAX may hold twice as much memory as it uses.
+# After a process has measured a batch of cells, it waits for its next batch, and JAX does not free
+# the process's GPU memory. If the peak memory of the process exceeds this number of bytes, a new
+# process replaces it. JAX may hold up to twice the peak memory, so a process that is not replaced
+# may hold twice this number.
 KEPT_BYTES = 5e9
 
 
@@ -65,7 +66,7 @@ def random_arrays(
 def arguments_of(
     w: Workload | ShapedWorkload,
 ) -> tuple[tuple[Array, ...], tuple[Shape, ...], tuple[Array, ...]]:
-    """Return the arguments of `random_arrays` for a workload, without the seed."""
+    """Return the arguments of `random_arrays` for a workload. The seed is not included."""
     return w.row_operands, w.parameter_shapes, w.cotangents
 
 
@@ -225,8 +226,9 @@ def release() -> None:
 def crowds_others() -> bool:
     """Return True if this process holds so much GPU memory that other processes may lack memory.
 
-    JAX frees this memory only when the process ends. The limit `KEPT_BYTES` is such that seven
-    waiting processes leave half of an H200's memory to an eighth process, which measures.
+    JAX frees this memory only when the process ends. With the limit `KEPT_BYTES`, seven waiting
+    processes hold at most half of an H200's memory. The other half is left to the eighth process,
+    which measures.
     """
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
         return False

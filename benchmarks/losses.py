@@ -11,8 +11,8 @@ import math
 
 from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
-#: Shapes of logits, positions x classes. One number of classes is a power of two. The others are
-#: the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
+#: Shapes (positions, classes) of logits. 32768 classes are a power of two. The other numbers of
+#: classes are the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),
@@ -36,13 +36,14 @@ class Loss:
     """The measured shapes and dtypes of one loss.
 
     Attributes:
-      shapes: (rows, classes) for a loss of logits. With a linear layer, (rows, features, classes):
-        x is (rows, features), and weight is (features, classes).
+      shapes: a tuple of shapes. For a loss of logits, a shape is (rows, classes). With a linear
+        layer, a shape is (rows, features, classes): x is (rows, features), and weight is
+        (features, classes).
       dtypes: the dtypes of x and weight. Results are float32.
       mean: True if the result is the mean over the positions; False if each position has a result
         and a cotangent.
-      has_teacher: True if the logits are compared with a teacher's, which have the same shape;
-        False if they are compared with labels.
+      has_teacher: True if the logits are compared with the logits of a teacher, which have the same
+        shape. False if they are compared with labels.
       results: the number of arrays that the function returns.
       products: the number of matmuls in forward and backward pass together; 0 without a linear
         layer.
@@ -77,9 +78,9 @@ LOSSES: dict[str, Loss] = {
     # computes only the matmuls.
     "linear_cross_entropy": _LINEAR,
     "capped_linear_cross_entropy": dataclasses.replace(_LINEAR, shapes=LINEAR_LOGITS[:1]),
-    # The label's log-probability and the entropy of each position. Each position has its own
-    # cotangent, so the forward pass cannot compute gradients already. The logits are not saved, so
-    # the backward pass recomputes them with a fourth matmul.
+    # The label's log-probability and the entropy of each position. Each position has a separate
+    # cotangent, which is unknown in the forward pass. So only the backward pass can compute
+    # gradients. The logits are not saved: the backward pass recomputes them with a fourth matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
     "linear_log_prob_and_entropy": dataclasses.replace(
         _LINEAR, mean=False, results=2, products=4, logit_bytes=10
@@ -107,9 +108,10 @@ class LossWorkload(FewParameters):
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        """Shapes and dtypes of x, weight (if there is one), and labels or a teacher's arrays.
+        """Shapes and dtypes of x and weight (if any), then of the labels or the teacher's arrays.
 
-        The standard deviation of weight is chosen so that the logits have one of about 1.
+        The standard deviation of the weight is chosen so that the logits have a standard deviation
+        of about 1.
         """
         rows, *_, classes = self.sizes
         x, *weights = itertools.pairwise(self.sizes)

@@ -21,8 +21,8 @@ from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, p
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"
-# Folders of the results that README.md and docs/results.md show. A suite is taken from the first
-# folder that has it.
+# Folders of the results that README.md and docs/results.md show. The results of a suite are taken
+# from the first of these folders that has results of this suite.
 SHOWN = (RESULTS / "nvidia_h200", RESULTS / "nvidia_h100_80gb_hbm3")
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
@@ -142,7 +142,10 @@ def page_section(found: Results) -> str:
 
 
 def _captioned(found: Results, name: str) -> list[str]:
-    """Return a suite's caption, its table and, if docs/results.md shows it, its plot."""
+    """Return a list of Markdown texts: a suite's caption, its plot (if any), and its table.
+
+    docs/results.md shows the plots of only some suites.
+    """
     table = _SHORT_TABLES.get(name, _TABLES[name])
     plot = [_image(found, name, PAGE)] if name == "linear" else []
     source = f"The figures are from {text.source(found.rows[name])}."
@@ -218,8 +221,8 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
-# Maps each suite with plots to two things: text on what a plot shows, and the function that draws
-# it.
+# Maps each suite that has a plot to two things: the title of the plot, and the function that draws
+# the plot.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "kernels": ("Bandwidth against the length of a row", plots.kernels),
     "linear": ("Speed of matmuls, alone and with a norm, against their size", plots.linear),
@@ -261,7 +264,10 @@ _FOOTNOTES = {
 
 
 def with_section(file: Path, section: str) -> str:
-    """Return the text of `file` with a new section between its markers, or raise ValueError."""
+    """Return the text of `file` with `section` between its markers.
+
+    Raise ValueError if the file does not have the markers.
+    """
     before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -49,7 +49,7 @@ def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
 def ahead(found: Sequence[Ahead]) -> str:
     """Return a table of the cells in which another provider is faster.
 
-    It is sorted by jaxnorm's time divided by the provider's, the largest ratio first.
+    The rows are sorted by jaxnorm's time divided by the provider's time, the largest ratio first.
     """
     rows = []
     for each in sorted(found, key=lambda a: -a.ratio):
@@ -118,9 +118,10 @@ def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """Return a table with a row for each bar (see `bars.py`) that was measured.
+    """Return a table with a row for each limit in `bars.BARS` that was measured.
 
-    A bar was measured if its training step with jaxnorm was. Return "" if there is none.
+    A limit counts as measured if its training step with jaxnorm was measured. If no limit was
+    measured, return "".
     """
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []
@@ -331,10 +332,11 @@ def _with_bytes(row: Row) -> Row:
 
 
 def linear(rows: Sequence[Row]) -> str:
-    """Return a table of matmuls, with a row for each cell and provider as in `losses`.
+    """Return a table of matmuls, with a row for each cell and provider.
 
-    Instead of the fraction of the roofline bound, it has TFLOP/s and a ratio. The ratio is the time
-    of the matmul without a norm, divided by the provider's time.
+    A row has the same columns as in `losses`, with one difference. Two columns replace the fraction
+    of the roofline bound: TFLOP/s, and the time of the matmul without a norm divided by the
+    provider's time.
     """
     found = figures.of_products(rows)
 
@@ -348,10 +350,11 @@ def linear(rows: Sequence[Row]) -> str:
 
 
 def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) -> str:
-    """Return a table with a row for each cell and provider, with its time, speed and memory.
+    """Return a table with a row for each cell and provider: time, speed and memory.
 
-    `columns` has further columns. It maps the title of a column to a function of the cell, the
-    results of the cell's providers, and the provider of the row.
+    `columns` maps the title of each extra column to a function that returns the text of a row. The
+    function has three arguments: the cell, a dict from each provider to its results for the cell,
+    and the provider of the row.
     """
     by_cell: dict[figures.Question, dict[str, Row]] = {}
     for row in rows:

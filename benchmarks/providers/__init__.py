@@ -3,9 +3,10 @@
 An adapter has ``function(name, op, y_dtype)``. It returns another function, which is differentiable
 and uses the library's public API. That function returns y, or a tuple of several results. It takes
 
-* for a norm: x, scale and bias
+* for a norm: x, scale, and bias (if any)
 * for a block: the operands with rows (x, residual, ...), then the parameters
-* for a loss: x, weight (if any), and labels or the same arrays of a teacher
+* for a loss with labels: x, weight (if any), labels
+* for a loss with a teacher: x, weight (if any), then the teacher's x and weight (if any)
 * for a norm with a matmul: x, weight and scale
 
 A *side* is a framework, JAX or torch, whose providers run in separate processes. An adapter is only
@@ -44,8 +45,9 @@ class Provider:
         result.
       operations: names of the norms and softmaxes that the provider has.
       blocks, losses, linear: names of the blocks, losses and matmuls that the provider has.
-      mixed: names of what the provider can run with mixed dtypes: operations with float32 x and
-        bfloat16 output, and blocks with a float32 residual stream and bfloat16 x and y.
+      mixed: names of the operations and blocks that the provider can run with mixed dtypes. An
+        operation then has float32 x and bfloat16 output. A block has a float32 residual stream,
+        and bfloat16 x and y.
       overwrites: names of the operations that overwrite their operands.
       wide_parameters: True if scale and bias are always float32; otherwise they have x's dtype.
       note: a caveat that is printed next to its results.
@@ -107,15 +109,16 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "jax-triton", "triton"),
         **_NO_PRODUCTS,
     ),
-    # Triton kernels for an A100 and an H100 that another machine has compiled: see
-    # benchmarks/triton_programs.py.
+    # Triton kernels, one provider with kernels for an A100 and one with kernels for an H100. They
+    # were compiled on another machine: see benchmarks/triton_programs.py.
     "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
     "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
     # jaxnorm has a single function for each of these blocks. This provider does not call it:
-    # it calls jaxnorm's plain norm or softmax, and computes the rest in jax.numpy. add_rms_norm and
-    # add_layer_norm appear only with mixed dtypes here, because the blocks residual_rms_norm and
-    # residual_layer_norm are the same computations in a single dtype.
+    # it calls jaxnorm's plain norm or softmax, and computes the rest in jax.numpy. For the blocks
+    # add_rms_norm and add_layer_norm, it is only measured with mixed dtypes. In a single dtype, the
+    # provider `jaxnorm` measures the same computations under other names: residual_rms_norm and
+    # residual_layer_norm.
     "composed": Provider(
         "jaxnorm composed",
         "jax",

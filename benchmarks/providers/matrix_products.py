@@ -33,7 +33,7 @@ def _padded(weight: Array) -> Array:
 
 
 def _logits(x: Array, weight: Array, dtype: Any) -> Array:
-    # The program returns only a few logits. The barrier keeps XLA from computing only these.
+    # The program returns only a few logits. The barrier keeps XLA from computing only these logits.
     return jax.lax.optimization_barrier(jnp.matmul(x, weight, preferred_element_type=dtype))
 
 
