@@ -229,3 +229,30 @@ def test_settings_of_jax(function):
     checked = checkify.checkify(jax.jit(function), errors=checkify.nan_checks)
     error, _ = checked(x.at[0].set(jnp.nan), weight, labels)
     assert function.__name__ in error.get()
+
+
+@of_the_cpu
+@pytest.mark.parametrize(("reduction", "products"), [("mean", 4), ("none", 6)])
+@pytest.mark.parametrize("rows", [2304, 2100])
+def test_dlogits_of_all_rows_of_a_divergence(rows, reduction, products):
+    """The gradient of all float32 logits is stored, and one matmul for each gradient follows.
+
+    The results are those of smaller chunks, which add gradients.
+    """
+    key = jax.random.key(rows)
+    x, teacher_x = jax.random.normal(key, (2, rows, 640), jnp.bfloat16)
+    weight, teacher_weight = jax.random.normal(key, (2, 640, 9), jnp.bfloat16) / 25
+    where = jnp.arange(rows) % 5 != 2
+
+    def step(chunk):
+        def divergence(x, weight):
+            options = {"where": where, "reduction": reduction, "chunk": chunk}
+            teacher = teacher_x, teacher_weight
+            return jnp.sum(linear_kl_divergence(x, weight, *teacher, **options))
+
+        return jax.jit(jax.value_and_grad(divergence, (0, 1)))
+
+    assert step(None).lower(x, weight).as_text().count("stablehlo.dot_general") == products
+    for ours, theirs in zip(*map(jax.tree.leaves, (step(c)(x, weight) for c in (None, 512)))):
+        bound = 2.0**-7 * jnp.max(jnp.abs(theirs))
+        assert jnp.max(jnp.abs((ours - theirs).astype(jnp.float32))) <= bound

@@ -12,7 +12,8 @@ else in the loop uses the dW of the previous chunks.
 The first chunk precedes the loop and writes the array in which dW is accumulated. So this array
 need not be set to zero. If there is a single chunk, there is no such array, and the matmul writes
 dW in its own dtype. A backward pass with several chunks also needs no such array if it has memory
-for the dlogits of all rows. It then computes dx and dW by one matmul each, after the loop.
+for the dlogits of all rows. It then computes dx and dW by one matmul each, after the loop. This is
+done for float32 logits, which 16-bit dlogits cannot overwrite.
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
@@ -226,8 +227,11 @@ class _Chunks:
         self.chunk = chunk_rows(
             head.chunk, self.rows, shape, *dtypes, shards, accumulator=self.accumulator
         )
-        self.holds_dlogits = False  # True if the dlogits of all rows are stored
-        if self.kept and head.chunk is None and not recompute and self.chunk < self.rows:
+        # True if the dlogits of all rows are stored. False if the dlogits of a chunk overwrite its
+        # logits: they need no memory then.
+        self.holds_dlogits = False
+        may_hold = self.accumulator > 0 and self.logits_dtype != self.dtype
+        if may_hold and head.chunk is None and not recompute and self.chunk < self.rows:
             of_teacher = 0 if self.teacher is None else self.teacher.logits_dtype.itemsize
             size = rows_beside_dlogits(
                 self.chunk,
@@ -347,8 +351,10 @@ class _Chunks:
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             *y, dlogits = self.dlogits(rows, cotangents)
-            results = products(rows, dlogits, carry)
-            return results | ({"y": rows.put(carry["y"], y[0])} if makes_losses else {})
+            losses = {"y": rows.put(carry["y"], y[0])} if makes_losses else {}
+            if self.holds_dlogits:
+                return losses | {"dlogits": rows.put(carry["dlogits"], dlogits)}
+            return losses | products(rows, dlogits, carry)
 
         def products(rows: _Rows, dlogits: jax.Array, carry: Carry) -> Carry:
             x, results = rows.of_x(self.x), {}
@@ -372,19 +378,18 @@ class _Chunks:
                 results[name] = carry[name] + part if name in carry else part
             return results
 
-        carry = {}
-        if makes_losses:
-            carry["y"] = jnp.zeros(self.rows, self.wide)
-        if "x" in head.wrt:
-            carry["x"] = jnp.zeros(self.x.shape, dtypes["x"])
+        carry = {"y": jnp.zeros(self.rows, self.wide)} if makes_losses else {}
+        dx = {"x": jnp.zeros(self.x.shape, dtypes["x"])} if "x" in head.wrt else {}
         if self.holds_dlogits:
-            dlogits = self.dlogits_of_all_rows(cotangents)
-            results = products(_Rows(self, jnp.int32(0), self.rows), dlogits, carry)
+            dlogits = lax.empty((self.rows, self.classes + self.padding), self.dtype)
+            results = self.loop(step, carry | {"dlogits": dlogits})
+            all_rows = _Rows(self, jnp.int32(0), self.rows)
+            results |= products(all_rows, results.pop("dlogits"), dx)
         else:
-            results = self.loop(step, carry, starts_sums=head.wrt != ("x",))
+            results = self.loop(step, carry | dx, starts_sums=head.wrt != ("x",))
 
         def finished(name: str) -> jax.Array:
-            if name in carry:
+            if name in carry | dx:
                 return results[name]
             a = results.get(name)
             if a is None:  # There are no rows.
@@ -409,15 +414,6 @@ class _Chunks:
         return linear_loss_call.forward_and_dlogits(
             call, rows.operands(logits), cotangents, self.dtype, differentiable=self.recompute
         )
-
-    def dlogits_of_all_rows(self, cotangents: Sequence[jax.Array]) -> jax.Array:
-        """Return the dlogits of all rows. Only the logits of one chunk are in memory at a time."""
-
-        def step(rows: _Rows, carry: Carry) -> Carry:
-            return {"dlogits": rows.put(carry["dlogits"], self.dlogits(rows, cotangents)[-1])}
-
-        shape = self.rows, self.classes + self.padding
-        return self.loop(step, {"dlogits": lax.empty(shape, self.dtype)})["dlogits"]
 
     def tangent(self) -> list[jax.Array]:
         """Compute the tangents of the rows' results from the tangents of the operands."""
