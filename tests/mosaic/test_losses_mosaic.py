@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.sharding import PartitionSpec
 from log_prob_cases import LogProbs
 from loss_cases import CrossEntropy, operands
-from reference import assert_within, exact
+from reference import assert_within, exact, of_roundings, rounding
 from specs import build_spec, changed
 
 import jaxnorm
@@ -221,12 +221,13 @@ def test_one_kernel_is_both_passes():
         loss, dx = in_one_kernel(spec)(x, labels, d.at[2].set(jnp.nan), positions)
         expected, *_, gradient = forward_and_backward(spec)(x, labels, d, positions)
     np.testing.assert_array_equal(loss, expected)
-    np.testing.assert_allclose(dx, gradient, rtol=1e-6)
+    # The statistics of both kernels, and the arithmetic after them, may be rounded differently.
+    assert_within(dx, exact(gradient), of_roundings(16, "float32", np.abs(exact(gradient))))
     one = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=BF16)
     with mosaic.interpreted():
         operands_ = Operands(x, labels=labels, positions=positions)
         other = mosaic.both(operands_, Results(d), one)[1].x
-    np.testing.assert_allclose(other.astype(F32), dx, rtol=2**-8)
+    assert_within(other, exact(dx), rounding(exact(dx), "bfloat16"))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -592,7 +593,9 @@ def test_one_kernel_on_a_gpu(rows, cols, padding, dtype, options):
         return  # Rows of 128256 float32 numbers are too long for the L2 cache.
     loss, dx = in_one_kernel(spec)(x, labels, d, positions)
     expected, *_, gradient = forward_and_backward(spec, parts=Parts(4))(x, labels, d, positions)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    # The kernels add the terms of a row in different orders. A mean and a softcap add roundings.
+    size = 160 * np.abs(exact(expected)) + 16
+    assert_within(loss, exact(expected), of_roundings(1, "float32", size))
     roundoff = float(jnp.finfo(dtype).eps)
     of_row = np.abs(exact(d))[:, None]
     error = np.abs(exact(dx) - exact(gradient))
