@@ -580,28 +580,26 @@ def test_a_slice_that_begins_anywhere_is_copied(compiler):
     [(512, 50257, 7), (2048, 128256, 0), (300, 131, 5), (3000, 4096, 0)],
 )
 def test_one_kernel_on_a_gpu(rows, cols, padding, dtype, options):
-    """One kernel returns the loss of the forward kernel and the gradient of the backward kernel.
+    """One kernel returns the loss, and overwrites the logits by their gradient.
 
-    The gradient overwrites the logits.
+    The results of 16 rows are compared with float64.
     """
     x, labels, d = operands((rows, cols), dtype)
     x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=jnp.finfo(dtype).max)
     positions = jnp.arange(rows) % 7 != 3
-    options = {**options, "has_positions": True, "padding": padding}
-    spec = make_spec(CE, rows, cols + padding, dtype, **options)
+    has = {"has_positions": True, "padding": padding}
+    spec = make_spec(CE, rows, cols + padding, dtype, **options, **has)
     if mosaic.why_unsupported(changed(spec, want_stats=False, wrt=("x",), gradient_dtype=x.dtype)):
         return  # Rows of 128256 float32 numbers are too long for the L2 cache.
     loss, dx = in_one_kernel(spec)(x, labels, d, positions)
-    expected, *_, gradient = forward_and_backward(spec, parts=Parts(4))(x, labels, d, positions)
-    # The kernels add the terms of a row in different orders. A mean and a softcap add roundings.
-    size = 160 * np.abs(exact(expected)) + 16
-    assert_within(loss, exact(expected), of_roundings(1, "float32", size))
-    roundoff = float(jnp.finfo(dtype).eps)
-    of_row = np.abs(exact(d))[:, None]
-    error = np.abs(exact(dx) - exact(gradient))
-    assert np.all(error <= 2 * roundoff * np.abs(exact(gradient)) + 1e-6 * of_row)
+    assert not loss[3::7].any()
     assert not dx[3::7].any()
     assert not dx[:, cols:].any()
+    some = np.linspace(0, rows - 1, 16).astype(int)
+    x, labels, d, positions, loss, dx = (a[some] for a in (x, labels, d, positions, loss, dx))
+    expected = CrossEntropy(x[:, :cols], labels, positions=positions, dtype=dtype, **options)
+    assert_within(loss, expected.loss, expected.loss_bound())
+    assert_within(dx[:, :cols], expected.gradient(d), expected.gradient_bound(d))
 
 
 @pytest.mark.gpu
