@@ -7,6 +7,7 @@
     compute-sanitizer python tests/memcheck.py mosaic "log_prob_and_entropy" float32
     compute-sanitizer python tests/memcheck.py mosaic "kl_divergence" float32
     compute-sanitizer python tests/memcheck.py mosaic "linear loss" float32
+    compute-sanitizer python tests/memcheck.py mosaic "linear_kl_divergence" bfloat16
     compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
     compute-sanitizer python tests/memcheck.py triton layer_norm float32 FOLDER
 
@@ -187,6 +188,30 @@ def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[
         yield linear, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
+def linear_divergences(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
+    """Yield calls of a divergence of linear logits, each with its operands' types.
+
+    The divergence is computed in two chunks. If dtype is float32, the gradient of the logits
+    overwrites them. On Hopper, a cluster of blocks processes each row of 128256 logits.
+    """
+    function = getattr(jaxnorm, name)
+    for rows, features, classes, reverse in [
+        (18, 8, 131, False),
+        (66, 64, 4095, True),
+        (20, 16, 50257, False),
+        (6, 8, 128256, True),
+    ]:
+
+        def linear(*operands: jax.Array, reverse: bool = reverse) -> Any:
+            rows = len(operands[0])
+            where = jnp.arange(rows) % 7 != 3
+            options = {"chunk": rows // 2, "reverse": reverse, "implementation": implementation}
+            return function(*operands, where=where, **options)
+
+        shapes = [(rows, features), (features, classes)] * 2
+        yield linear, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
 def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
     """Yield calls of a norm that is followed by a matmul, each with its operands' types.
 
@@ -235,6 +260,7 @@ def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]
         "log_prob_and_entropy": losses,
         "kl_divergence": divergences,
         "linear_log_prob_and_entropy": linear_losses,
+        "linear_kl_divergence": linear_divergences,
     }
     of_names |= {
         name: rotations

@@ -30,15 +30,42 @@ class Divergence:
 
     The bounds follow the formulas in `xla.kl_divergence`. Each term contains an exponential, whose
     argument has a rounding error. The errors of a row's terms add up as a random walk.
+
+    A capped logit has an error of at most `z_error`, as in `loss_cases.CrossEntropy`. The
+    derivatives of the divergence with respect to the two kinds of logits are p * (log(p) - log(q) -
+    KL) and q - p. The error of the divergence is at most `z_error` times the sum of their
+    magnitudes. The logarithm of a probability has an error of at most twice `z_error`, and the
+    difference of two such logarithms has twice as much.
     """
 
-    def __init__(self, x, teacher, dtype, *, reverse):
-        z, zt = exact(x), exact(teacher)
+    def __init__(
+        self,
+        x,
+        teacher,
+        dtype,
+        *,
+        reverse,
+        scale=1.0,
+        logit_softcap=None,
+        teacher_logit_softcap=None,
+    ):
+        z, zt = scale * exact(x), scale * exact(teacher)
         self.dtype, self.u, self.reverse = (
             dtype,
             arithmetic(str(x.dtype), str(teacher.dtype)),
             reverse,
         )
+        of_tanh = max(4 if a.dtype.itemsize > 2 else 16 for a in (x, teacher)) + SAFETY
+        caps = [cap or 0.0 for cap in (logit_softcap, teacher_logit_softcap)]
+        z_error = of_tanh * self.u * max(caps)
+        self.z_slope, slope_error = np.full_like(z, scale), 0.0
+        if logit_softcap is not None:
+            t = np.tanh(z / logit_softcap)
+            z, self.z_slope = logit_softcap * t, scale * (1 - t**2)
+            slope_error = 2 * of_tanh * self.u * scale
+        if teacher_logit_softcap is not None:
+            zt = teacher_logit_softcap * np.tanh(zt / teacher_logit_softcap)
+        self.z_error, self.slope_error = z_error, slope_error
         depths = [v - v.max(-1, keepdims=True) for v in (z, zt)]
         log_s = [np.log(np.exp(d).sum(-1, keepdims=True)) for d in depths]
         self.log_q, self.log_p = (d - s for d, s in zip(depths, log_s))
@@ -53,6 +80,8 @@ class Divergence:
         terms = (self.size + np.exp(first) * offset) * (walk + self.depth)
         terms += np.abs(np.exp(second) - np.exp(first)) * (walk + self.depth)
         self.bound = SAFETY * self.u * terms.sum(-1) + SAFETY * self.u * self.value
+        changes = 2 * self.size + np.abs(np.exp(second) - np.exp(first))
+        self.bound += self.z_error * changes.sum(-1)
 
     def gradient(self, d):
         p, q = np.exp(self.log_p), np.exp(self.log_q)
@@ -60,8 +89,10 @@ class Divergence:
         slope = q * (ratio - self.value[:, None]) if self.reverse else q - p
         size = q * (np.abs(ratio) + 1 + self.value[:, None]) if self.reverse else q + p
         few = SAFETY * self.u * (self.depth + np.abs(self.log_q) + np.abs(self.log_p) + 4)
-        error = size * few + (q * self.bound[:, None] if self.reverse else 0)
-        dx = exact(d)[:, None] * slope
+        error = size * (few + 4 * self.z_error)
+        error += q * self.bound[:, None] if self.reverse else 0
+        error = error * self.z_slope + np.abs(slope) * self.slope_error
+        dx = exact(d)[:, None] * slope * self.z_slope
         return dx, np.abs(exact(d))[:, None] * error + rounding(dx, self.dtype)
 
 

@@ -21,6 +21,7 @@ import jax
 import norms
 import numpy as np
 import pytest
+import test_divergence
 from forward_cases import BF16, F32
 from h100 import CONFIGS, SPILLED, Compiled, Compiler
 from logits_cases import of_width, operand_types
@@ -29,6 +30,7 @@ from test_rope import QUERIES, make_spec
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS, RTX_5090, Gpu
@@ -116,6 +118,28 @@ LOSSES = [
         ("log_prob_and_entropy", 5, 128256, BF16, {}),
         ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),
     )
+]
+# Both passes of a loss in one kernel. The logits of a divergence are float32, and its gradient
+# bfloat16, as in `linear_kl_divergence`.
+IN_ONE_KERNEL = [
+    *(
+        changed(
+            build_spec("cross_entropy", "fwd", 2048, cols, BF16, F32, **options),
+            wrt=("x",),
+            gradient_dtype=BF16,
+        )
+        for cols, options in [
+            (4096, {}),
+            (50264, {"label_smoothing": 0.1, "z_loss": 1e-2}),
+            (128256, {"logit_softcap": 30.0}),
+        ]
+    ),
+    *(
+        test_divergence.both_spec(
+            test_divergence.specs_of(2048, cols, F32, F32, reverse=reverse)[0], BF16
+        )
+        for cols, reverse in [(4096, False), (50264, True), (128256, False)]
+    ),
 ]
 TWO_NORMS = norms.make_spec("norm_add_norm", "bwd", 8192, 4096, (BF16,) * 3)
 HEADS = [
@@ -210,10 +234,26 @@ def compiler_for(capability: int) -> Compiler:
 
 def function_of(spec: Spec) -> tuple[Any, Any]:
     """Return a function that calls the kernel, and the types (shapes, dtypes) of its operands."""
+    if spec.returns_both:
+        return in_one_kernel(spec)
     if spec.operation.family == "loss":
         return loss_of(spec)
     results = slice(2 if spec.norm.rotated else None)
     return (lambda *operands: contract.call(mosaic, spec, *operands)[results]), norms.types_of(spec)
+
+
+def in_one_kernel(spec: Spec) -> tuple[Any, Any]:
+    """Return a function that runs both passes of a loss in one kernel, and its operands' types."""
+    logits = jax.ShapeDtypeStruct((spec.rows, spec.cols), spec.x_dtype)
+    name, other = "labels", jax.ShapeDtypeStruct((spec.rows,), np.int32)
+    if spec.op == "kl_divergence":
+        name, other = "teacher_logits", logits
+
+    def both(x: Any, other: Any, d: Any) -> Any:
+        results, gradients = mosaic.both(Operands(x, **{name: other}), Results(d), spec)
+        return results.y, gradients.x
+
+    return both, [logits, other, jax.ShapeDtypeStruct((spec.rows,), F32)]
 
 
 def loss_of(spec: Spec) -> tuple[Any, Any]:
@@ -232,13 +272,25 @@ def loss_of(spec: Spec) -> tuple[Any, Any]:
 
 def name(spec: Spec) -> str:
     inner = f"x{spec.inner}" if spec.inner > 1 else ""
-    return f"{spec.op}-{spec.direction}-{spec.rows}x{spec.cols}{inner}-{spec.x_dtype}"
+    direction = "both" if spec.returns_both else spec.direction
+    return f"{spec.op}-{direction}-{spec.rows}x{spec.cols}{inner}-{spec.x_dtype}"
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     "spec",
-    [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED, *ACTIVATED, *SCALED],
+    [
+        *FORWARD,
+        *BACKWARD,
+        TWO_NORMS,
+        *STRIPS,
+        *LOSSES,
+        *IN_ONE_KERNEL,
+        *HEADS,
+        *GATED,
+        *ACTIVATED,
+        *SCALED,
+    ],
     ids=name,
 )
 def test_kernels_compile(

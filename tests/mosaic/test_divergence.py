@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from reference import assert_within
+from reference import assert_within, exact, of_roundings, rounding
+from specs import changed
 from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
 from test_losses_mosaic import LossForwardSchedule
 
@@ -18,10 +20,13 @@ import jaxnorm
 from jaxnorm.operations.kl_divergence import divergence_call
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import choose_both
+from jaxnorm_kernels.mosaic.device.gpu import HOPPER, REGISTERS
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 CAPPED = {"scale": 0.7, "logit_softcap": 8.0, "teacher_logit_softcap": 8.0}
+OTHER_CAPS = {"scale": 1.5, "logit_softcap": 8.0, "teacher_logit_softcap": 30.0}
 DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 
 
@@ -58,7 +63,43 @@ def forward_and_backward(module, specs, schedule=None):
     return jax.jit(both)
 
 
-def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **options):
+def both_spec(forward, dtype=None):
+    """Return the spec of both passes in one kernel. `dtype` is that of the gradient."""
+    return changed(forward, want_stats=False, wrt=("x",), gradient_dtype=np.dtype(dtype or F32))
+
+
+@functools.lru_cache(maxsize=8)
+def in_one_kernel(module, specs, schedule=None, dtype=None):
+    """Return a function that runs both passes in one kernel.
+
+    `dtype` is the dtype of the gradient. By default, it is that of the logits, and the gradient
+    overwrites them.
+    """
+    spec = both_spec(specs[0], dtype or specs[0].x_dtype)
+
+    def both(x, teacher, d, positions=None):
+        given = Operands(x, teacher_logits=teacher, positions=positions)
+        results, gradients = module.both(given, Results(d), spec, schedule=schedule)
+        return results.y, gradients.x
+
+    return jax.jit(both)
+
+
+def run(
+    module,
+    x,
+    teacher,
+    positions=None,
+    schedule=None,
+    d=None,
+    padding=0,
+    program=forward_and_backward,
+    **options,
+):
+    """Run both passes in the interpreter. Return the divergences and the gradient.
+
+    ``program(module, specs, schedule)`` returns the function that runs both passes.
+    """
     specs = specs_of(
         *(len(x), x.shape[1] - padding, x.dtype, teacher.dtype),
         has_positions=positions is not None,
@@ -67,7 +108,7 @@ def run(module, x, teacher, positions=None, schedule=None, d=None, padding=0, **
     )
     arrays = [x, teacher, jnp.linspace(-1, 2, len(x)) if d is None else d]
     with mosaic.interpreted():
-        function = forward_and_backward(module, tuple(specs), schedule)
+        function = program(module, tuple(specs), schedule)
         return function(*arrays, *([] if positions is None else [positions]))
 
 
@@ -160,12 +201,130 @@ def test_padding():
 
 
 def test_no_races():
-    for cols, dtype in ((2048, "bfloat16"), (1031, "float32")):
+    programs = [
+        (2048, "bfloat16", forward_and_backward, None),
+        (1031, "float32", forward_and_backward, None),
+        (2048, "float32", in_one_kernel, LossForwardSchedule(1, warpgroups=2)),
+    ]
+    for cols, dtype, program, schedule in programs:
         x, teacher = operands((2, cols), dtype)
         specs = tuple(specs_of(2, cols, dtype, dtype))
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-            forward_and_backward(mosaic, specs)(x, teacher, jnp.ones(2))
+            program(mosaic, specs, schedule)(x, teacher, jnp.ones(2))
         assert not interpret_pallas_call.get_races().races_found
+
+
+# -------------------------------------------------------------------- both passes in one kernel
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(
+    ("cols", "padding", "dtype", "of_dx", "schedule", "options"),
+    [
+        (4096, 0, "float32", "bfloat16", None, {}),
+        (16384, 0, "float32", "float16", None, {"scale": 0.7}),
+        (4096, 0, "bfloat16", "bfloat16", LossForwardSchedule(2), {}),
+        (2056, 0, "float16", "float16", LossForwardSchedule(1, warpgroups=2), {"scale": 1.5}),
+        (3000, 0, "float32", "float32", LossForwardSchedule(2), CAPPED),
+        (2047, 1, "float32", "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
+        (1025, 7, "bfloat16", "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
+        # Some warpgroups have no columns.
+        (131, 1, "float32", "float32", LossForwardSchedule(1, warpgroups=4), OTHER_CAPS),
+    ],
+    ids=str,
+)
+def test_one_kernel(cols, padding, dtype, of_dx, schedule, options, reverse):
+    """The kernel of both passes is accurate, and masked rows have results of 0.
+
+    The logits of masked rows are NaN. The padding is filled with the dtype's largest number.
+    """
+    x, teacher = operands((3, cols), dtype)
+    positions, d = jnp.array([True, False, True]), jnp.array([-1.0, jnp.nan, 2.0])
+    fill = jnp.full((3, padding), jnp.finfo(dtype).max, dtype)
+    wide = [jnp.concatenate([a.at[1].set(jnp.nan), fill], 1) for a in (x, teacher)]
+    program = functools.partial(in_one_kernel, dtype=of_dx)
+    given = {"padding": padding, "schedule": schedule, "program": program, "reverse": reverse}
+    y, dx = run(mosaic, *wide, positions, d=d, **given, **options)
+    assert dx.dtype == of_dx
+    assert (y[1], np.abs(dx[1]).max(), np.abs(dx[:, cols:]).max(initial=0)) == (0, 0, 0)
+    y, dx, d, x, teacher = (a[::2] for a in (y, dx, d, x, teacher))
+    of = Divergence(x, teacher, of_dx, reverse=reverse, **options)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx[:, :cols], *of.gradient(d))
+
+
+@DIRECTIONS
+def test_one_kernel_is_both_passes(reverse):
+    """The kernel of both passes returns the results of two kernels, for rows of all kinds."""
+    rows = special_rows(200)
+    given = {"reverse": reverse, "schedule": LossForwardSchedule(1, warpgroups=2)}
+    y, dx = run(mosaic, *rows, program=in_one_kernel, **given)
+    check_special_rows(y, dx, reverse=reverse)
+    expected, gradient = run(mosaic, *rows, **given)
+    np.testing.assert_array_equal(y, expected)
+    # The statistics of both kernels, and the arithmetic after them, may be rounded differently.
+    assert_within(dx, exact(gradient), of_roundings(16, "float32", np.abs(exact(gradient))))
+    narrow = functools.partial(in_one_kernel, dtype="bfloat16")
+    _, other = run(mosaic, *rows, program=narrow, **given)
+    kinds = np.isfinite(exact(dx)).all(-1)
+    assert_within(other[kinds], exact(dx)[kinds], rounding(exact(dx)[kinds], "bfloat16"))
+    assert not np.isfinite(exact(other)[~kinds]).all(-1).any()
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("options", [{"scale": 0.7}, CAPPED], ids=str)
+def test_equal_logits_in_one_kernel(options, reverse):
+    x, _ = operands((3, 1032), "float32")
+    x = x.at[0].multiply(1000)
+    y, dx = run(mosaic, x, x, program=in_one_kernel, reverse=reverse, **options)
+    np.testing.assert_array_equal(y, 0)
+    np.testing.assert_array_equal(dx, 0)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_divergence_in_one_kernel(reduction, sharded):
+    """One kernel computes the divergences and the gradient of a chunk's logits."""
+    shapes = ((1, 6, 16), (1, 16, 1001), (1, 6, 24), (1, 24, 1001))
+    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+    where = jnp.arange(6) != 2
+
+    def program(implementation):
+        options = {"reduction": reduction, "chunk": 4, "implementation": implementation}
+
+        def divergence(*arrays):
+            given = [a[0] for a in arrays]
+            return jnp.sum(jaxnorm.linear_kl_divergence(*given, where=where, **options))[None]
+
+        def step(*arrays):
+            y, vjp = jax.vjp(divergence, *arrays)
+            return y, *vjp(y)
+
+        if sharded:
+            mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+            specs = jax.sharding.PartitionSpec("devices")
+            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
+        return jax.jit(step)
+
+    for implementation, expected in {"mosaic": ["both"], None: ["both"], "xla": []}.items():
+        lowered = program(implementation).trace(*arrays).lower(lowering_platforms=("cuda",))
+        names = re.findall(r"jaxnorm_kl_divergence_(\w+)_mosaic_gpu", lowered.as_text())
+        # With reduction "none", the divergences come from a forward pass before.
+        assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
+
+
+def test_schedules_of_one_kernel():
+    """Longer rows have more warpgroups, and then more blocks. Other rows are refused."""
+    # Each number of columns has these numbers of warpgroups per block and of blocks per row.
+    expected = {1000: (1, 1), 4096: (1, 1), 8192: (2, 1), 32000: (4, 1)}
+    expected |= {50264: (4, 2), 128256: (4, 4), 262144: (4, 8)}
+    for cols, shares in expected.items():
+        schedule = choose_both(both_spec(specs_of(8192, cols, F32, F32)[0], BF16), HOPPER)
+        assert (schedule.warpgroups, schedule.cluster) == shares
+    for cols, words in {1001: "multiples of 16 bytes", 2**19: "L2 cache"}.items():
+        assert words in mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0], BF16))
+    for cols in expected:
+        assert mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0])) is None
 
 
 def test_which_calls_have_kernels():
@@ -217,3 +376,86 @@ def test_registers(cols, dtype, options, compiler):
     assert (forward.spilled, backward.spilled) == (0, 0)
     assert forward.registers <= 128
     assert backward.registers <= 128
+
+
+@pytest.mark.oldest_jax
+@DIRECTIONS
+@pytest.mark.parametrize(("cols", "cluster"), [(4096, 1), (50264, 2), (128256, 4), (262144, 8)])
+def test_one_kernel_lowers(cols, cluster, reverse):
+    """One kernel is lowered, with as many blocks per row as the schedule has."""
+    forward, _ = specs_of(512, cols, F32, F32, has_positions=True, reverse=reverse, **CAPPED)
+    program = in_one_kernel(mosaic, (forward, None), dtype=BF16)
+    traced = program.trace(*types(512, cols, F32, F32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert choose_both(both_spec(forward, BF16), HOPPER).cluster == cluster
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, CAPPED], ids=str)
+@pytest.mark.parametrize(
+    ("cols", "dtype"),
+    [
+        *itertools.product((128256, 50264, 32000), (BF16,)),
+        *itertools.product((128256, 32000), (F16, F32)),
+        *itertools.product((4096, 10240), (BF16,)),
+    ],
+    ids=str,
+)
+def test_registers_of_one_kernel(cols, dtype, options, compiler):
+    """No registers are spilled, and all rows in progress fit into the L2 cache.
+
+    `dtype` is that of the gradient. `linear_kl_divergence` has float32 logits for all dtypes.
+    """
+    specs = tuple(specs_of(8192, cols, F32, F32, **options))
+    program = in_one_kernel(mosaic, specs, dtype=dtype)
+    (kernel,) = compiler.compile(program, types(8192, cols, F32, F32)[:3])
+    assert (kernel.spilled, kernel.registers <= 128) == (0, True)
+    schedule = choose_both(both_spec(specs[0], dtype), HOPPER)
+    blocks = REGISTERS // (128 * schedule.warpgroups * kernel.registers)
+    rows = blocks * HOPPER.at_a_time(schedule.cluster)
+    assert rows * cols * 8 <= 45 * 2**20
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@DIRECTIONS
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7}, CAPPED], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "cols", "padding", "schedule", "cluster"),
+    [
+        (512, 50257, 7, None, 2),
+        (1024, 128256, 0, None, 4),
+        (130, 262144, 0, None, 8),
+        (3000, 4096, 0, None, 1),
+        (300, 131, 1, None, 1),
+        # Some blocks of a cluster have no columns.
+        (300, 4095, 1, LossForwardSchedule(1, warpgroups=4, cluster=8), 8),
+        (300, 131, 1, LossForwardSchedule(1, warpgroups=1, cluster=4), 4),
+    ],
+)
+def test_one_kernel_on_a_gpu(rows, cols, padding, schedule, cluster, dtype, options, reverse):
+    """One kernel returns the divergence and the gradient of float32 logits.
+
+    `dtype` is that of the gradient. The results of 16 rows are compared with float64.
+    """
+    x, teacher = 2 * jax.random.normal(jax.random.key(cols), (2, rows, cols))
+    d, positions = jnp.linspace(-1, 2, rows), jnp.arange(rows) % 7 != 3
+    largest = np.finfo(np.float32).max
+    wide = [jnp.pad(a, ((0, 0), (0, padding)), constant_values=largest) for a in (x, teacher)]
+    has = {"has_positions": True, "padding": padding, "reverse": reverse, **options}
+    specs = tuple(specs_of(rows, cols, F32, F32, **has))
+    schedule = schedule or choose_both(both_spec(specs[0], dtype))
+    assert schedule.cluster == cluster
+    y, dx = in_one_kernel(mosaic, specs, schedule, dtype)(*wide, d, positions)
+    assert not y[3::7].any()
+    assert not dx[3::7].any()
+    assert not dx[:, cols:].any()
+    some = np.linspace(0, rows - 1, 16).astype(int)
+    some = some[some % 7 != 3]
+    x, teacher, d, y, dx = (a[some] for a in (x, teacher, d, y, dx))
+    of = Divergence(x, teacher, dtype, reverse=reverse, **options)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx[:, :cols], *of.gradient(d))

@@ -1,7 +1,7 @@
 """Reasons why the kernels cannot run a call, or why the default implementation leaves it to XLA."""
 
 from jaxnorm_kernels.launching import local_capability
-from jaxnorm_kernels.mosaic.cross_entropy import both
+from jaxnorm_kernels.mosaic.cross_entropy import both, kl_divergence
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule, units_of
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
@@ -41,8 +41,9 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "only its cross-entropy has one kernel for the forward and the backward pass",
-        lambda s: s.returns_both and s.op != "cross_entropy",
+        "only its cross-entropy and its divergence have one kernel for the forward and the "
+        "backward pass",
+        lambda s: s.returns_both and s.op not in ("cross_entropy", "kl_divergence"),
     ),
     (
         "its kernel for the forward and the backward pass takes rows in multiples of 16 bytes",
@@ -51,7 +52,18 @@ _CANNOT: Table = (
     (
         "its kernel for the forward and the backward pass takes rows of at most "
         f"{both.MOST_BYTES} bytes, because it reads them from the L2 cache the second time",
-        lambda s: s.returns_both and s.cols * s.x_dtype.itemsize > both.MOST_BYTES,
+        lambda s: (
+            s.returns_both
+            and s.op == "cross_entropy"
+            and s.cols * s.x_dtype.itemsize > both.MOST_BYTES
+        ),
+    ),
+    (
+        "its kernel for the forward and the backward pass of a divergence takes no rows of this "
+        "length, because those of all multiprocessors do not fit into the L2 cache",
+        lambda s: (
+            s.returns_both and s.op == "kl_divergence" and kl_divergence.choose_both(s) is None
+        ),
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (

@@ -1,9 +1,10 @@
-"""Forward and backward pass of cross-entropy in one kernel.
+"""Forward and backward pass in one kernel: the loop over a row, and the kernel of cross-entropy.
 
 A block processes one row. It reduces the row as the forward pass does, then reads the row a second
 time and stores its gradient as the backward pass does. The gradient may overwrite the row. If the
 rows of all blocks that run at the same time fit into the L2 cache, the second read takes no memory
-bandwidth. The formulas are in the modules `forward` and `backward`.
+bandwidth. The formulas of cross-entropy are in the modules `forward` and `backward`. The module
+`kl_divergence` has the kernel of the KL divergence, in which a cluster of blocks may share a row.
 """
 
 import functools
@@ -25,6 +26,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.forward import (
 )
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossForwardSchedule,
+    RowGather,
     Steps,
     launch_forward,
     run_unmasked,
@@ -88,37 +90,80 @@ def _row(
     row: Any,
     operands: Sequence[Ref],
     results: Sequence[Ref],
-    gather: Callable[..., list[jax.Array]],
+    gather: RowGather,
 ) -> None:
     x, labels, dy, *positions = operands
-    dx, *losses = results
-    steps = Steps(units_of(spec, padded=True), schedule, row)
     d = load(dy.at[row], None)
     label, reduce = reduction(spec, schedule, row, x, labels, gather)
 
-    def unmasked() -> None:
+    def loss_and_numbers() -> tuple[jax.Array, list[jax.Array]]:
         loss, *stats = reduce()
-        store_results(row, losses, [loss])
+        return loss, [*stats, d]
 
-        def write(units: Sequence[Unit], raw: Sequence[jax.Array]) -> None:
-            of_unit = functools.partial(gradient, spec)
-            store_gradient(units, [raw], dx, row, label, [*stats, d], of_unit, None)
+    store_both(
+        Steps(units_of(spec, padded=True), schedule, row),
+        results,
+        positions,
+        loss_and_numbers,
+        gather.skip,
+        [x],
+        label,
+        functools.partial(gradient, spec),
+    )
 
-        def advance(i: Any, raw: list[jax.Array]) -> list[jax.Array]:
-            coming = load_units(steps.step(last - 1 - i), x, row)
+
+def store_both(
+    steps: Steps,
+    results: Sequence[Ref],
+    positions: Sequence[Ref],
+    reduce: Callable[[], tuple[jax.Array, Sequence[jax.Array]]],
+    skip: Callable[[], None],
+    logits: Sequence[Ref],
+    label: jax.Array | None,
+    of_unit: Callable[..., jax.Array],
+) -> None:
+    """Store the loss of a row and its gradient. Both are 0 if the row's position is masked.
+
+    Args:
+      steps: the row's units, with the columns of padding.
+      results: refs of dx and of the losses.
+      positions: a list that contains the mask of positions. It is empty if there is no mask.
+      reduce: a function that reads the row and returns the loss, and the row's numbers that
+        `of_unit` takes.
+      skip: a function that is called instead of `reduce` if the row's position is masked.
+      logits: refs of x and, for a divergence, of the teacher's logits.
+      label: the row's label, or None if there are no labels.
+      of_unit: a function that returns dx of a unit; see the argument `gradient` of
+        `launch_backward`.
+    """
+    row, (dx, losses) = steps.row, results
+
+    def unmasked() -> None:
+        loss, numbers = reduce()
+        store_results(row, [losses], [loss])
+
+        def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
+            return [load_units(units, ref, row) for ref in logits]
+
+        def write(units: Sequence[Unit], raw: Sequence[Sequence[jax.Array]]) -> None:
+            store_gradient(units, raw, dx, row, label, numbers, of_unit, None)
+
+        def advance(i: Any, raw: list[list[jax.Array]]) -> list[list[jax.Array]]:
+            coming = read(steps.step(last - 1 - i))
             write(steps.step(last - i), raw)
             return coming
 
         # Start with the columns that the reduction read last: they are still in the cache.
         if rest := steps.rest():
-            write(rest, load_units(rest, x, row))
+            write(rest, read(rest))
         if steps.whole_steps:
             last = steps.whole_steps - 1
-            raw = load_units(steps.step(last), x, row)
+            raw = read(steps.step(last))
             write(steps.step(0), lax.fori_loop(0, last, advance, raw))
 
     def masked() -> None:
-        store_results(row, losses, [0.0])
+        skip()
+        store_results(row, [losses], [0.0])
 
         def clear(units: Sequence[Unit]) -> None:
             zero = jnp.zeros(units[0].shape, jnp.float32)

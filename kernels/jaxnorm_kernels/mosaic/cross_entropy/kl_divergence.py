@@ -24,6 +24,10 @@ probabilities, and dy is the cotangent of the divergence. The gradient of the st
 
     dz = dy (q - p)                                        for KL(p || q)
     dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
+
+Both passes may run in one kernel, as described in the module `both`. Two rows of float32 logits are
+long: with one block per row, the rows that are processed at the same time would not fit into the L2
+cache. So a cluster of blocks shares a row if rows are long.
 """
 
 import functools
@@ -35,10 +39,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.cross_entropy.both import store_both
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossBackwardSchedule,
     LossForwardSchedule,
+    RowGather,
     Steps,
     fresh_of,
     launch_backward,
@@ -49,7 +55,8 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
 )
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
-from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
+from jaxnorm_kernels.mosaic.device.launch import required
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     of_threads,
@@ -121,9 +128,102 @@ def _of_teacher(spec: Spec) -> Spec:
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     """Choose the schedule of a forward pass."""
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
-    row = spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
-    warpgroups = 1 << min(max(1, row // share), _MOST_WARPGROUPS).bit_length() - 1
+    warpgroups = 1 << min(max(1, _row_bytes(spec) // share), _MOST_WARPGROUPS).bit_length() - 1
     return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups)
+
+
+# Limit for the bytes of all rows that the kernel of both passes processes at the same time. They
+# must remain in the L2 cache until they are read a second time. An H100 has 50 MB of L2 cache.
+_CACHE_BYTES = 40 * 2**20
+# In this kernel, a block has one warpgroup for each `_BOTH_SHARE_BYTES` of a row of the student's
+# logits and a row of the teacher's, up to four warpgroups. A thread takes 85 to 100 registers, so
+# an SM has room for only one block of four warpgroups. Times in ms of `linear_kl_divergence` and
+# its gradients for x of shape (rows, features), all arrays in bfloat16 (H100):
+#
+#                                                     blocks     one       two
+#      rows    features    classes                    per row    kernel    kernels
+#      8192        4096     128256                          4     53.30      56.15
+#      8192        4096     128256 reverse                  4     53.86      57.64
+#      8192        4096     128256 reduction="none"         4     82.3       83.6
+#      8192        2048     128256                          4     35.4       36.3
+#     16384        2048      50257                          2     25.8       26.6
+#      4096        8192      32000                          1     11.49      11.75
+#
+# Blocks of fewer warpgroups, for rows of less than 96 KiB, were not timed. As in the module `both`,
+# several of these blocks run on an SM, and their rows fit into the cache.
+_BOTH_SHARE_BYTES, _BOTH_MOST_WARPGROUPS = 24 * 1024, 4
+
+
+@kept
+def choose_both(spec: Spec, gpu: Gpu) -> LossForwardSchedule | None:
+    """Choose the schedule of the kernel of both passes.
+
+    The schedule has the smallest cluster with which all rows that are processed at the same time
+    fit into the L2 cache. The result is None if they do not fit with any cluster.
+    """
+    row = _row_bytes(spec)
+    wanted = min(max(1, row // _BOTH_SHARE_BYTES), _BOTH_MOST_WARPGROUPS)
+    warpgroups = 1 << wanted.bit_length() - 1
+    sizes = [1, *sorted(size for size in gpu.clusters if size <= gpu.portable_cluster)]
+    for cluster in sizes:
+        if row * gpu.at_a_time(cluster) <= _CACHE_BYTES:
+            return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups, cluster)
+    return None
+
+
+def _row_bytes(spec: Spec) -> int:
+    """Return the bytes of a row of the student's logits and a row of the teacher's logits."""
+    return spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
+
+
+def kl_divergence_both(
+    operands: Operands,
+    cotangents: Results,
+    spec: Spec,
+    *,
+    schedule: LossForwardSchedule | None = None,
+) -> tuple[Results, Operands]:
+    """Return the divergence and the gradient of the student's logits.
+
+    One kernel computes them. `schedule` replaces the default schedule.
+    """
+    assert operands.mask is None, "of classes: `support` refuses it"
+    schedule = required(schedule or choose_both(spec), spec)
+    arrays = [operands.x, operands.teacher_logits, cotangents.y]
+    if operands.positions is not None:
+        arrays.append(operands.positions)
+    compute = functools.partial(_row_of_both, spec, schedule)
+    sums = len(_Sums._fields)
+    dx, y = launch_forward(spec, schedule, arrays, compute, results=1, sums=sums)
+    return Results(y), Operands(dx)
+
+
+def _row_of_both(
+    spec: Spec,
+    schedule: LossForwardSchedule,
+    row: Any,
+    operands: Sequence[Ref],
+    results: Sequence[Ref],
+    gather: RowGather,
+) -> None:
+    x, teacher, dy, *positions = operands
+    d = load(dy.at[row], None)
+    reduce = _reduction(spec, schedule, row, x, teacher, gather)
+
+    def divergence_and_numbers() -> tuple[jax.Array, list[jax.Array]]:
+        y, *stats = reduce()
+        return y, [*stats, d, *([y] if spec.loss.reverse else [])]
+
+    store_both(
+        Steps(units_of(spec, padded=True), schedule, row),
+        results,
+        positions,
+        divergence_and_numbers,
+        gather.skip,
+        [x, teacher],
+        None,
+        functools.partial(_gradient, spec),
+    )
 
 
 def kl_divergence_fwd(
@@ -155,6 +255,23 @@ def _row(
     gather: Callable[..., list[jax.Array]],
 ) -> None:
     x, teacher, *positions = operands
+    reduce = _reduction(spec, schedule, row, x, teacher, gather)
+    store_row(row, results, positions, reduce, [0.0, 0.0, -jnp.inf, 0.0, 0.0])
+
+
+def _reduction(
+    spec: Spec,
+    schedule: LossForwardSchedule,
+    row: Any,
+    x: Ref,
+    teacher: Ref,
+    gather: Callable[..., list[jax.Array]],
+) -> Callable[[], list[jax.Array]]:
+    """Start the loads of a row. Return a function that returns its divergence and statistics.
+
+    The statistics are m and log(s) of the student, and then of the teacher. `gather` collects the
+    sums of all warps that share the row.
+    """
     pair, steps = _Pair.of(spec), Steps(units_of(spec), schedule, row)
     refs = (x, teacher) if spec.loss.reverse else (teacher, x)
 
@@ -170,7 +287,7 @@ def _row(
         sums = steps.reduce(read, functools.partial(_add, pair=pair), nothing, first)
         return _finish(_merge(_Sums(*gather(*_of_warps(sums, pair))), pair), spec)
 
-    store_row(row, results, positions, reduce, [0.0, 0.0, -jnp.inf, 0.0, 0.0])
+    return reduce
 
 
 def _add(

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     Ref,
@@ -57,16 +57,26 @@ class LossForwardSchedule:
       units: the number of units in a step. The units of a step are loaded together, while those of
         the previous step are added to the sums.
       warpgroups: the number of warpgroups in a block; they share a row.
+      cluster: the number of blocks that share a row.
     """
 
     units: int
     warpgroups: int = 1
+    cluster: int = 1
 
     @classmethod
-    def of(cls, units: Units, columns: int, warpgroups: int) -> "LossForwardSchedule":
+    def of(
+        cls, units: Units, columns: int, warpgroups: int, cluster: int = 1
+    ) -> "LossForwardSchedule":
         """Return a schedule for rows of `units`. A thread processes `columns` columns per step."""
         step = max(1, columns // units.vector)
-        return cls(min(step, max(1, units.count // warpgroups)), warpgroups)
+        most = max(1, units.count // (warpgroups * cluster))
+        return cls(min(step, most), warpgroups, cluster)
+
+    @property
+    def shares(self) -> int:
+        """The number of warpgroups that share a row."""
+        return self.warpgroups * self.cluster
 
 
 class Steps(NamedTuple):
@@ -82,7 +92,7 @@ class Steps(NamedTuple):
     @property
     def whole_steps(self) -> int:
         """The number of full steps, in which no unit has stale columns."""
-        return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
+        return self.units.whole // (self.schedule.units * self.schedule.shares)
 
     def step(self, index: Any) -> list[Unit]:
         """Return the units of the step `index`, which must be less than `whole_steps`."""
@@ -90,7 +100,7 @@ class Steps(NamedTuple):
 
     def rest(self) -> list[Unit]:
         """Return the units that remain after the full steps; the list may be empty."""
-        shares = self.schedule.warpgroups
+        shares = self.schedule.shares
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
 
@@ -133,12 +143,20 @@ class Steps(NamedTuple):
             sums = add(sums, rest, raw, None)
         for edge in self.units.edges(self.row):
             read = load([edge])
-            sums = add(sums, [edge], read, lax.axis_index(WARPGROUP) == 0)
+            sums = add(sums, [edge], read, self._share == 0)
         return sums
 
+    @property
+    def _share(self) -> jax.Array:
+        """The index of this warpgroup among all warpgroups that share the row."""
+        share = lax.axis_index(WARPGROUP)
+        if self.schedule.cluster > 1:
+            share = share + self.schedule.warpgroups * lax.axis_index(CLUSTER)
+        return share
+
     def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
-        shares = self.schedule.warpgroups
-        first = step * (self.schedule.units * shares) + lax.axis_index(WARPGROUP)
+        shares = self.schedule.shares
+        first = step * (self.schedule.units * shares) + self._share
         return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
 
 
@@ -160,6 +178,26 @@ def where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
     return value if mask is None else jnp.where(mask, value, other)
 
 
+class RowGather(NamedTuple):
+    """The exchange of sums between all warps that share a row."""
+
+    exchange: Gather
+    scratch: Sequence[Any]
+
+    def __call__(self, *sums: jax.Array) -> list[jax.Array]:
+        """Return the sums of all warps; see `Gather`."""
+        self.exchange.ready()
+        return self.exchange(self.scratch, *sums)
+
+    def skip(self) -> None:
+        """Exchange no sums, because the row is masked.
+
+        In a cluster, each block has announced that it has started. A block that exchanges no sums
+        still waits for this announcement of the other blocks, which completes the cluster barrier.
+        """
+        self.exchange.ready()
+
+
 def launch_forward(
     spec: Spec,
     schedule: LossForwardSchedule,
@@ -169,17 +207,19 @@ def launch_forward(
     results: int,
     sums: int,
 ) -> tuple[jax.Array, ...]:
-    """Launch one block per row. Return `results` arrays, each with one float32 number per row.
+    """Launch one block or one cluster of blocks per row. Return `results` arrays.
+
+    Each of these arrays has one float32 number per row.
 
     If the backward pass is part of the kernel, the gradient of x precedes these arrays.
 
     Args:
       arrays: the operands. The first one is x.
       compute: ``compute(row, operands, results, gather)`` processes one row. `operands` and
-        `results` are refs. `gather` collects the sums of all warps that share the row.
+        `results` are refs. `gather` is a `RowGather`, of which `compute` uses one method once.
       sums: the number of sums that each warp contributes to `gather`.
     """
-    gather = Gather(schedule.warpgroups, values=sums)
+    gather = Gather(schedule.warpgroups, schedule.cluster, values=sums)
     scratch_types = gather.scratch()
     outputs: list[tuple[tuple[int, ...], np.dtype]] = [((spec.rows,), _F32)] * results
     overwritten = int(spec.returns_both and spec.overwrites_x)
@@ -193,7 +233,8 @@ def launch_forward(
         if len(result_refs) < results + spec.returns_both:  # The gradient overwrites x.
             result_refs = (operand_refs[0], *result_refs)
         row = lax.axis_index(BLOCK)
-        compute(row, operand_refs, result_refs, functools.partial(gather, scratch))
+        gather.open(scratch)
+        compute(row, operand_refs, result_refs, RowGather(gather, scratch))
 
     return launch(
         body,
@@ -202,6 +243,7 @@ def launch_forward(
         outputs=outputs,
         overwritten=overwritten,
         blocks=spec.rows,
+        cluster=schedule.cluster,
         warpgroups=schedule.warpgroups,
         scratch=scratch_types,
     )
@@ -242,7 +284,10 @@ def run_unmasked(
 
 
 def store_results(row: Any, results: Sequence[Ref], values: Sequence[Any]) -> None:
-    """Store a number in each of `results`, at the index of the row."""
+    """Store a number in each of `results`, at the index of the row.
+
+    If a cluster of blocks shares the row, each block stores the same numbers.
+    """
 
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:
