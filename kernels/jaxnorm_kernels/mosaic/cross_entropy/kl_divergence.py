@@ -136,7 +136,7 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 # must remain in the L2 cache until they are read a second time. An H100 has 50 MB of L2 cache.
 _CACHE_BYTES = 40 * 2**20
 # In this kernel, a block has one warpgroup for each `_BOTH_SHARE_BYTES` of a row of the student's
-# logits and a row of the teacher's, up to four warpgroups. A thread takes 85 to 100 registers, so
+# logits and a row of the teacher's, up to four warpgroups. A thread takes 85 to 96 registers, so
 # an SM has room for only one block of four warpgroups. Times in ms of `linear_kl_divergence` and
 # its gradients for x of shape (rows, features), all arrays in bfloat16 (H100):
 #
