@@ -133,10 +133,11 @@ class LossWorkload(FewParameters):
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
-        """The cotangents of the results.
+        """The shapes and dtypes of the arrays that are passed as cotangents of the results.
 
-        A mean loss has none: its cotangent is the constant 1, as in a training step. Some libraries
-        rely on this constant, because they compute the gradient already in the forward pass.
+        The tuple is empty for a mean loss. There the cotangent is the constant 1, as in a training
+        step. Some libraries compute the gradient in the forward pass, before they receive the
+        cotangent. Their gradient is correct only if the cotangent is 1.
         """
         return () if self.loss.mean else self.results
 

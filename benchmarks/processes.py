@@ -156,7 +156,10 @@ class _Worker:
             self.process.stdin.flush()
 
     def answer(self, limit_s: float, since: float | None = None) -> dict[str, Any] | None:
-        """Return the process's next answer, or None if it has ended or exceeded the time limit."""
+        """Return the process's next answer.
+
+        Return None if the process has ended, or has not answered within the time limit.
+        """
         waited = 0.0 if since is None else time.monotonic() - since
         try:
             line = self.lines.get(timeout=max(0.0, limit_s - waited))

@@ -181,10 +181,11 @@ def causal_softmax(x, bias):
 
 
 def of_groups(norm):
-    """Return a function that calls `norm` with parameters whose first axis is the head.
+    """Return a function like `norm` that takes parameters with the heads along the first axis.
 
-    `norm` normalises over positions and columns, as GroupNorm does. It expects parameters with the
-    heads along the second axis, so the returned function moves the first axis there.
+    `norm` itself expects parameters with the heads along the second axis. It normalises over
+    positions and columns, as GroupNorm does. So the returned function moves the first axis of each
+    parameter to the second place, and then calls `norm`.
     """
     return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
 

@@ -397,10 +397,11 @@ def _matmul(operands, dimension_numbers, **_):
 
 
 def _bilinear(function: Callable, terms: Callable) -> Callable:
-    """Return the rule of an operation that is linear in two operands a and b, like a convolution.
+    """Return the rule that computes the rounding error of a bilinear operation.
 
-    Each element of the result is a sum of products. ``terms(b, params)`` is the number of products
-    in such a sum.
+    A bilinear operation, such as a convolution, is linear in each of its two operands a and b. Each
+    element of the result is a sum of products. ``terms(b, params)`` is the number of products in
+    such a sum.
     """
 
     def rule(operands, **params):

@@ -144,7 +144,10 @@ def test_over_other_axes(added, x64):
 
 
 def test_names(added):
-    """The names in programs, policies, errors and plans come from the entry in `OPERATIONS`."""
+    """All names of an operation are determined by its entry in the table `OPERATIONS`.
+
+    These are the names of its primitives and its saved arrays, and its name in errors and plans.
+    """
     operands = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(functions.scalar(ENTRY.ours), (0, 1)))(*operands)
     passes = [e.primitive.name for e in equations(jaxpr) if "jaxnorm." in e.primitive.name]

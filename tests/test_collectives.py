@@ -276,8 +276,8 @@ EXCEPTIONS = {
     # The losses save no statistics of rows for the backward. So the backward exchanges the
     # statistics again: 12 bytes per row. Plain JAX under `jax.checkpoint` saves 4 bytes per row.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
-    # x is replicated. XLA's code normalises a part of x on each device. A kernel cannot do this,
-    # because it needs whole rows.
+    # x is replicated. In XLA's code, each device normalises only some columns of x. A kernel cannot
+    # do this, because it needs whole rows.
     ("rms_norm_linear", "weight alone", "kernel"): "the kernel's rows are whole",
     # JAX first sums the gradient over all devices, and then reshards the sum like the weight.
     ("rms_norm_linear", "sequence and outputs", "explicit"): "the transpose of reshard",

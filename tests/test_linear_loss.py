@@ -242,7 +242,7 @@ def test_chunks_by_default():
         d, classes = weight
         accumulator = 4 * d * classes
         assert rows_beside_dlogits(chunk, rows, 4 * classes, 2 * classes, accumulator) == expected
-    # The logits are float32, the operands of their matmul 16-bit.
+    # The logits are float32. The matmul that computes them has operands of 16 bits.
     assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
     check("mean", *operands(3000, 2, 3))
 

@@ -42,7 +42,7 @@ def of_logsumexp(logits, labels):
 
 
 def of_softmax(logits, labels):
-    """Compute the loss from a softmax, which saves its probabilities."""
+    """Compute the loss from a softmax. Its probabilities are saved for the backward pass."""
     p = jax.nn.softmax(logits)
     return -jnp.log(jnp.take_along_axis(p, labels[:, None], -1)).mean()
 

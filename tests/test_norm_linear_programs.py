@@ -145,8 +145,8 @@ def test_what_is_not_used_is_not_made():
     """`jax.checkpoint` recomputes only what the backward of rms_norm_linear needs.
 
     With an activation, the backward needs the matmul's result z, so the norm and the matmul are
-    recomputed. Without an activation, only the norm is recomputed, and with `save_policy` nothing.
-    The activation itself is never recomputed.
+    recomputed. Without an activation, only the norm is recomputed. If `save_policy` is used in
+    addition, nothing is recomputed. The activation itself is never recomputed.
     """
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
 

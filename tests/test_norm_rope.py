@@ -224,7 +224,8 @@ def gradients(x, scale, cos, sin, save, **options):
 def test_a_pair_whose_tables_are_zero(dtype):
     """If cos and sin of a rotated pair are 0, y is 0 in both columns of the pair.
 
-    Gradients are finite if y is saved. With save="input", they are correct.
+    If y is saved, gradients are finite, but dx is wrong in these columns. With save="input", all
+    gradients are correct.
     """
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
     cos, sin = (table.at[..., 3].set(0) for table in tables((8, 1, 32)))

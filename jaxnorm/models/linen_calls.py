@@ -146,14 +146,15 @@ def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
 
 
 class Stored:
-    """The norms that must save their input, according to the argument ``params`` of `converted`.
+    """The set of norms that must save their input instead of their output.
 
-    Two objects are equal if they have the same norms, so that `jax.jit` retraces only if these
-    change.
+    The set is determined from the values of the norms' parameters. These are in ``params``, an
+    argument of the context manager `converted`. Two `Stored` objects are equal if `reasons` has the
+    same keys, so `jax.jit` retraces only if the set of norms changes.
 
     Attributes:
-      reasons: a dict. A key is a norm's path and the name of its output's dtype. The value is the
-        reason why the norm must save its input.
+      reasons: a dict. A key is a pair: the path of a norm, and the name of a dtype. The norm must
+        save its input if its output has this dtype. The value is the reason.
     """
 
     def __init__(self, params: Any) -> None:

@@ -421,7 +421,7 @@ def number(
     try:
         if _is_boolean(value):
             raise TypeError("a boolean is no number")
-        given = math.ldexp(value, 0)  # float() would accept strings; ldexp raises TypeError.
+        given = math.ldexp(value, 0)  # Unlike float(), ldexp rejects strings.
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"

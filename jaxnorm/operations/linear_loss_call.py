@@ -453,9 +453,10 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 # With 4096 rows in a chunk, this adds 5 % to the time of the matmul that computes dW. With 2048
 # rows it adds 14 %, and with 1024 rows 49 % (H100, bfloat16).
 #
-# Large chunks need memory for their logits. The logits of up to d rows need no more memory than dW.
-# They are freed before a copy of dW with weight's dtype is allocated. So they do not raise
-# the peak of memory.
+# Large chunks need more memory for their logits. After the last chunk, the logits are freed, and
+# only then is dW copied to an array in weight's dtype. Logits that are no larger than this array do
+# not raise the peak memory. If logits and weight have the same dtype, these are the logits of up to
+# d rows, because the logits have the shape (rows, classes) and weight has the shape (d, classes).
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
 # The number of rows of a matmul's tile. The number of rows of a chunk is rounded up to a multiple
@@ -484,7 +485,8 @@ def chunk_rows(
     2. All rows, if their logits and dlogits are no larger than the accumulator, because a single
        chunk needs no accumulator. With 8192 rows, d = 4096 and 128256 classes, one chunk takes 36.6
        ms and 2.14 GB, and two chunks take 40.8 ms and 2.20 GB (H100).
-    3. max(2048, d), if the logits of so many rows take at most 1 GiB. Larger chunks take more
+    3. max(2048, d), if the logits of so many rows take at most 1 GiB. If a logit has twice as many
+       bytes as an element of the matmuls' operands, d is replaced by d / 2. Larger chunks take more
        memory. Smaller chunks take more time, because each chunk loads and stores the accumulator.
     4. The largest number of rows whose logits take at most 1 GiB, but at least 512.
 

@@ -164,8 +164,9 @@ def of_rows(
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
     if in_order != axes:
-        # A label is an index in row-major order of the axes as the user gave them. The call expects
-        # an index in ascending order of the axes, so transpose the logits.
+        # A label numbers the classes in row-major order of the class axes. The user's labels assume
+        # the order in which the user gave the axes. The call assumes ascending order. Instead of
+        # converting the labels, move the class axes of the logits into the user's order.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")

@@ -91,7 +91,10 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the array on one device; in a scan, of the array of one iteration."""
+        """Number of bytes of the array on one device.
+
+        If each iteration of a scan computes such an array, this is the size of only one of them.
+        """
         return math.prod(self.local) * self.dtype.itemsize
 
 

@@ -245,9 +245,9 @@ def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
-        # This kernel has a row of each of two arrays in shared memory. Without a cluster, a block
-        # would need 256 KiB per array. Such rows need clusters of at least 16 blocks, or more
-        # shared memory.
+        # This kernel stores one row of each of two arrays in shared memory. Here, one row takes 256
+        # KiB, which the blocks of a cluster share out. The two rows fit only if a cluster has at
+        # least 16 blocks, or if a block has more shared memory.
         assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
     if spec.direction == "bwd" and spec.is_norm and spec.cols == 1001:
