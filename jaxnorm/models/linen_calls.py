@@ -49,9 +49,10 @@ def normalised(
 
     Args:
       norm: a module of Flax or of jaxnorm.
-      added: values of the fields that jaxnorm's norm modules have and Flax's do not have.
+      added: the values of `save`, `implementation` and `scale_offset` for this norm. Flax's norm
+        modules have no such fields.
       x, residual: the operands of the call.
-      judged: function that chooses the `save` mode; None to use the mode in `added`.
+      judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
     if isinstance(norm, nn.GroupNorm):
         return _of_groups(norm, added, x, judged)
@@ -265,8 +266,8 @@ class Seen:
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
         # True if all modules of this record were also called in an earlier context with equal
-        # settings. Programs that were compiled in the earlier context may then have run in this
-        # context too. They do not call their Python modules again, so the record may lack modules.
+        # settings. `jax.jit` reuses programs that were compiled in that context. A reused program
+        # does not call its Python modules again, so this record may lack modules.
         is_part = before is not None and self.modules <= before
         names = before if before and is_part else self.modules
         conversion.log(

@@ -307,8 +307,8 @@ def masks(
 
     If `where` has as many axes as the logits, it is a mask of classes, and the second element of
     the pair is None. Otherwise, it is a boolean mask of positions or float weights of positions,
-    and the first element is None. `of` is a text for errors, such as "labels'". It says to whose
-    shape a mask or weights of positions must broadcast.
+    and the first element is None. `of` is a word in the possessive, such as "labels'", that is used
+    in errors. It names the array to whose shape a mask or weights of positions must broadcast.
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):

@@ -358,9 +358,10 @@ GIVEN = ("argument", "layer's", "literal")
 
 
 def users(value: Value) -> Iterator[Value]:
-    """Yield all values that use a value directly, and all that use a cast or a copy of it.
+    """Yield the users of a value: the values that are computed from it in one step.
 
-    The casts and copies are yielded too. A copy is the result of a primitive in `NAMING`.
+    If a user is only a cast or a copy of the value, it is yielded, and its own users are yielded as
+    well. A copy is the result of a primitive in `NAMING`.
     """
     for user in value.users:
         yield user
