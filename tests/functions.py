@@ -418,8 +418,8 @@ FUNCTIONS = {
         "x weight feature_bias labels counts",
     ),
 }
-#: Keys of `FUNCTIONS`: one for each public function, and one for each form of it that is a separate
-#: operation.
+#: Some keys of `FUNCTIONS`: for each public function, one key. If some options of a function select
+#: another operation, there is a second key for the function with these options.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
 # Use the entry whose rotary tables are constants. If their gradients were needed, XLA's code would
 # run instead of kernels.

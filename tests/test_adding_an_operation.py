@@ -83,8 +83,8 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# Maps names of tests to functions. Each function runs that test on the operation that
-# `added_operation` defines. The test's own file runs it on all existing operations.
+# Maps the name of a test to a function that runs this test on the operation that `added_operation`
+# defines. The files in which the tests are defined run them on all existing operations.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),

@@ -326,7 +326,11 @@ def test_logits_that_are_returned():
 
 
 def test_a_small_vocabulary():
-    """There is no advice if the weight's gradient is larger than the logits."""
+    """The report does not recommend a linear loss if the weight is larger than the logits.
+
+    A linear loss saves the gradient of the weight instead of the logits. This gradient is as large
+    as the weight, so a linear loss would need more memory.
+    """
     x = jax.ShapeDtypeStruct((4, 256), "float32")
     weight = jax.ShapeDtypeStruct((256, 64), "float32")
 

@@ -166,7 +166,10 @@ PLACED = [
 
 @pytest.fixture(params=[100, 120], ids=["B200", "RTX 50"])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Choose schedules for the sizes of one GPU, and return that GPU's compute capability."""
+    """Make the library choose schedules for one GPU, and return that GPU's compute capability.
+
+    The schedules depend on the GPU's number of multiprocessors and on the sizes of its memories.
+    """
     monkeypatch.setattr(gpu_module, "_local_gpu", lambda: GPUS[request.param])
     return request.param
 
@@ -185,7 +188,11 @@ def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
 
 
 def check(work: Any, capability: int, processes: dict[int, ProcessPoolExecutor]) -> None:
-    """Assert that the kernels compile and hardly spill, in the process for this GPU."""
+    """Assert that the kernels compile, and that they spill hardly any registers.
+
+    `processes` has one process for each compute capability. The kernels are compiled in the process
+    for `capability`.
+    """
     kernels = processes[capability].submit(compiled, work, capability).result()
     assert kernels
     assert max(kernel.spilled for kernel in kernels) <= SPILLED
