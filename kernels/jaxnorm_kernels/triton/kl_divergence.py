@@ -224,8 +224,8 @@ def _add(
     below_p, below_q = g_p - higher_p[:, None, :, None], g_q - higher_q[:, None, :, None]
     e_p, e_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     u = _difference(below_p, below_q, pair)
-    # Compute e_P * u with lower bounds: _TINY for e_P, and _LOWEST_U for u. Without these bounds, the
-    # product could be 0 * inf, which is NaN. The bounds matter in three cases:
+    # Compute e_P * u with lower bounds: _TINY for e_P, and _LOWEST_U for u. Without these bounds,
+    # the product could be 0 * inf, which is NaN. The bounds matter in three cases:
     # - P is 0. Then e_P is 0, and u is -inf (or NaN, if Q is 0 too). The product should be 0. With
     #   the bounds, it is _TINY * _LOWEST_U, about -1e-36, which is negligible.
     # - Q is 0, and P is not. Then u is inf. The product should be inf, even if P is so small that
