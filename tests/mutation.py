@@ -45,6 +45,8 @@ COVERING = {
     "xla/label_sums": ["test_loss", "test_log_prob", "test_loss_sharding"],
     "xla/cross_entropy": ["test_loss", "test_loss_*", "test_linear_loss", "test_forward_mode"],
     "xla/kl_divergence": ["test_kl_divergence", "test_forward_mode"],
+    "xla/formulas": ["test_meshes", "test_forward_mode"],
+    "xla/reductions": ["test_implementation", "test_broadcast_parameters", "test_norm"],
     "xla/": [
         "test_norm",
         "test_residual",
@@ -55,9 +57,21 @@ COVERING = {
     "primitives/stack": ["test_primitive", "test_cache_keys", "test_eager"],
     "primitives/eager": ["test_eager", "test_every_function", "test_cache_keys"],
     "primitives/remat": ["test_remat", "test_programs"],
-    "primitives/recomputation": ["test_gated_linear*", "test_norm_linear*", "test_linear_loss*"],
+    "primitives/recomputation": [
+        "test_gated_linear_programs",
+        "test_gated_linear",
+        "test_norm_linear*",
+        "test_linear_loss*",
+    ],
     "primitives/lowering": ["test_implementation", "test_primitive", "test_set_mesh"],
-    "primitives/": ["test_batches", "test_forward_mode", "test_programs", "test_meshes"],
+    "primitives/": [
+        "test_implementation",
+        "test_set_mesh",
+        "test_batches",
+        "test_forward_mode",
+        "test_programs",
+        "test_meshes",
+    ],
     "mosaic/cross_entropy": ["mosaic/test_losses_mosaic", "mosaic/test_divergence"],
     "mosaic/linear": ["mosaic/test_product", "mosaic/test_linear_products"],
     "mosaic/softmax": [
@@ -65,6 +79,7 @@ COVERING = {
         "mosaic/test_backward_interpret",
         "mosaic/test_strided",
     ],
+    "mosaic/norm/rope": ["mosaic/test_rope"],
     "mosaic/norm/": [
         "mosaic/test_interpret",
         "mosaic/test_backward_interpret",
