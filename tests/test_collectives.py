@@ -13,7 +13,7 @@ exchanged dtypes in programs for GPUs.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -320,14 +320,7 @@ def plain_exchanges(name: str, layout: Layout) -> list[hlo.Collective]:
     return exchanged(run, function.operands.split(), layout, "auto")
 
 
-# The scope groups the tests by way. So the stand-in is installed once, which clears JAX's caches.
-@pytest.fixture(scope="module", params=["kernel", "xla", "explicit"])
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Return a way to compile a function (see the module's docstring)."""
-    with as_default(Kernels()) if request.param == "kernel" else contextlib.nullcontext():
-        yield request.param
-
-
+@pytest.mark.parametrize("way", ["kernel", "xla", "explicit"])
 @pytest.mark.parametrize(("name", "layout"), CELLS)
 def test_no_more_bytes_than_plain_jax(name, layout, way):
     function = FUNCTIONS[name]
@@ -336,7 +329,8 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
     run = function.ours
     if way == "explicit" and its.features and name in ("gated_linear", "activation_linear"):
         run = functools.partial(run, out_sharding=P(*its.rows, None))
-    found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
+    with as_default(Kernels()) if way == "kernel" else contextlib.nullcontext():
+        found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
     expected = plain_exchanges(name, its)
     # XLA may gather vectors of parameters more than once. So in programs with XLA's code, only
     # arrays of two or more axes are counted. rms_norm_rope has no kernel here, so all its programs
