@@ -146,7 +146,10 @@ def values_of(parameters):
 @pytest.mark.parametrize(
     ("name", "fields", "dtype", "save"),
     [
-        pytest.param(name, fields, dtype, save, id=f"{name}-{'-'.join(fields)}-{dtype}-{save}")
+        pytest.param(
+            *(name, fields, dtype, save),
+            id=f"{name}-{'-'.join(fields) or 'default'}-{dtype}-{save}",
+        )
         for i, (name, (make, _, theirs)) in enumerate(MODULES.items())
         for j, fields in enumerate(FIELDS)
         if {*fields} <= known(make, theirs)
