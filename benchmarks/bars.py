@@ -69,5 +69,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield the training steps that the bars compare. No step is yielded twice."""
+    """Yield the training steps that the limits in `BARS` compare. No step is yielded twice."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -78,11 +78,12 @@ COLUMNS_ARE_MULTIPLES_OF = {
     "rms_norm_rope": 2,
 }
 # Operations of other suites that this suite leaves out. The first two are an addition followed by a
-# norm that this suite has. `product` is a plain matmul.
+# plain norm. They are left out because this suite already measures plain norms. `product` is a
+# plain matmul.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
 OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if op not in _LEFT_OUT)
-# Operations that are also compiled with mixed dtypes. The two norms then have float32 x and
-# bfloat16 y. The blocks have a float32 residual stream, and bfloat16 x and y.
+# Operations that are also compiled with mixed dtypes. For layer_norm and rms_norm, x is float32 and
+# y is bfloat16. For transformer blocks, the residual stream is float32, and x and y are bfloat16.
 _MIXED = ("layer_norm", "rms_norm", *(op for op, block in BLOCKS.items() if "h" in block.results))
 
 

@@ -184,10 +184,18 @@ def ahead(figures: Figures) -> Iterator[Ahead]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Statistics of a ratio: another provider's time divided by jaxnorm's time in one workload."""
+    """Statistics of a ratio: another provider's time divided by jaxnorm's time in one workload.
 
-    cells: int  # number of workloads that were measured for both
-    ahead: int  # number of workloads in which the other provider is faster
+    Attributes:
+      cells: the number of workloads that were measured with both providers.
+      ahead: the number of these workloads in which the other provider is more than 2 % faster.
+      median: the median of the ratios.
+      least: the smallest ratio.
+      greatest: the largest ratio.
+    """
+
+    cells: int
+    ahead: int
     median: float
     least: float
     greatest: float

@@ -29,7 +29,11 @@ def prepare(cell: CompileCell) -> Callable[[], Figures]:
 
 @functools.cache
 def _warm_up() -> None:
-    """Import the modules that any first call imports, and initialise the compilers."""
+    """Do once what is not compile time: import modules, and initialise the compilers.
+
+    JAX and jaxnorm import modules when a program is first compiled. Without this function, the time
+    of these imports would be part of the compile time of the first cell.
+    """
     jax.config.update("jax_enable_compilation_cache", False)  # do not load programs from a cache
     for provider in PROVIDERS:
         for op in ("layer_norm", "softmax", "cross_entropy"):

@@ -174,12 +174,13 @@ def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
 def kernel_time(cell: Timed, program: Program) -> Figures:
     roof = None if cell.workload.flops else timing.copy_roof(cell.workload.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
-    bar = {}
-    if size := _logits_bytes(cell):  # The bar of a linear loss also has these bytes.
-        bar["gbps"] = timing.copy_roof(size).gbps(size)
+    # The bandwidth of a copy, from which the report computes the time limit for a linear loss.
+    copy = {}
+    if size := _logits_bytes(cell):
+        copy["gbps"] = timing.copy_roof(size).gbps(size)
     return {
         **measured.figures(cell.workload, roof),
-        **bar,
+        **copy,
         "compile_s": program.compile_s,
         "extra_passes": program.extra_passes,
         "temp_bytes": program.temp_bytes,
@@ -187,7 +188,10 @@ def kernel_time(cell: Timed, program: Program) -> Figures:
 
 
 def _logits_bytes(cell: Timed) -> int:
-    """Return the bytes whose copy is part of a linear loss's bar; 0 if the cell has no bar."""
+    """Return the number of bytes that are copied, to compute the time limit for a linear loss.
+
+    Return 0 if the cell does not measure the matmuls of a linear loss.
+    """
     workload = cell.workload
     if cell.provider != "products" or not isinstance(workload, LossWorkload):
         return 0

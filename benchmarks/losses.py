@@ -47,10 +47,12 @@ class Loss:
       results: the number of arrays that the function returns.
       products: the number of matmuls in forward and backward pass together; 0 without a linear
         layer.
-      logit_bytes: the bytes per logit that a linear loss may load and store between its matmuls,
-        for the bar. A loss reads and writes 16-bit logits, and reads them again: 6 bytes. A
-        log-probability reads float32 logits in both passes and writes their 16-bit gradient: 10. So
-        does a divergence, which reads the logits of the student and of the teacher.
+      logit_bytes: the number of bytes per logit that a linear loss loads and stores between its
+        matmuls, for the time limit (see `COPY_FACTOR`). A cross-entropy reads 16-bit logits, reads
+        them again, and writes their 16-bit gradient: 2 + 2 + 2 = 6 bytes. A log-probability reads
+        float32 logits in both passes, and writes their 16-bit gradient: 4 + 4 + 2 = 10 bytes. A
+        divergence reads float32 logits of the student and of the teacher, and writes a 16-bit
+        gradient: 4 + 4 + 2 = 10 bytes.
     """
 
     shapes: tuple[Shape, ...]
@@ -133,10 +135,19 @@ class LossWorkload(FewParameters):
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
-        """The cotangents of the results.
+<<<<<<< HEAD
+        """The shapes and dtypes of the arrays that are passed as cotangents of the results.
 
-        A mean loss has none: its cotangent is the constant 1, as in a training step. Some libraries
-        rely on this constant, because they compute the gradient already in the forward pass.
+        The tuple is empty for a mean loss. There the cotangent is the constant 1, as in a training
+        step. Some libraries compute the gradient in the forward pass, before they receive the
+        cotangent. Their gradient is correct only if the cotangent is 1.
+=======
+        """Shapes and dtypes of the arrays that are passed as cotangents of the results.
+
+        For a mean loss, no array is passed, because its cotangent is always the constant 1, as in a
+        training step. Some libraries rely on this constant, because they compute the gradient
+        already in the forward pass.
+>>>>>>> t4
         """
         return () if self.loss.mean else self.results
 
@@ -154,7 +165,11 @@ class LossWorkload(FewParameters):
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of the logits that are loaded and stored between the matmuls, for the bar."""
+        """Number of bytes that a linear loss loads and stores between its matmuls.
+
+        These bytes are logits and gradients of logits. They are used for the time limit (see
+        `COPY_FACTOR`).
+        """
         return self.loss.logit_bytes * self.sizes[0] * self.sizes[-1]
 
     @property
@@ -165,8 +180,8 @@ class LossWorkload(FewParameters):
         return 2 * products * math.prod(self.sizes)
 
 
-#: The bar of a linear loss is the time of its matmuls alone, plus ``BAR`` times the time in which a
-#: copy transfers `LossWorkload.logits_bytes`.
-BAR = 1.15
+#: The time limit for a linear loss is the time of its matmuls alone, plus ``COPY_FACTOR`` times the
+#: time in which a copy transfers `LossWorkload.logits_bytes`.
+COPY_FACTOR = 1.15
 
 grid = functools.partial(shaped, LossWorkload, LOSSES)

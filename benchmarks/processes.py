@@ -156,7 +156,10 @@ class _Worker:
             self.process.stdin.flush()
 
     def answer(self, limit_s: float, since: float | None = None) -> dict[str, Any] | None:
-        """Return the process's next answer, or None if it has ended or exceeded the time limit."""
+        """Return the process's next answer.
+
+        Return None if the process has ended, or has not answered within the time limit.
+        """
         waited = 0.0 if since is None else time.monotonic() - since
         try:
             line = self.lines.get(timeout=max(0.0, limit_s - waited))
@@ -206,7 +209,7 @@ def _round(
         worker.answer(limit_s, since=start)
     left: list[list[Cell]] = []
     for worker, cells in turns:
-        if worker.ended and len(cells) > 1:  # one cell per batch shows which cell crashes
+        if worker.ended and len(cells) > 1:  # measure each cell alone, to find the one that crashes
             left += ([cell] for cell in cells)
         else:
             rest = yield from _turn(worker, cells, limit_s)

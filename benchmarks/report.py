@@ -115,8 +115,9 @@ def page_section(found: Results) -> str:
         _image(found, "kernels", PAGE),
         paragraph(
             _ROOF,
-            "The first ratio can be above 1, because a backward pass loads twice as much as it "
-            "stores, and loading is a little faster than storing.",
+            "The first ratio can be above 1. A copy stores as many bytes as it loads, but a "
+            "backward pass loads twice as many bytes as it stores, and loading is a little faster "
+            "than storing.",
         ),
         page_tables.kernels(found.kernels),
         paragraph(
@@ -246,9 +247,11 @@ _FOOTNOTES = {
     "loss": "The roof of a function of logits is a copy of the least bytes. The roof of "
     "linear_cross_entropy (the mean and the gradients of x and weight) is its three matmuls alone, "
     "that of linear_kl_divergence and linear_log_prob_and_entropy (one result per position) four; "
-    "for the latter, a provider that stores the logits needs three. The bar of a linear function "
-    "is the time of its matmuls alone plus 1.15 times the time in which a copy transfers the bytes "
-    "of the logits between them: 6 per logit for linear_cross_entropy, 10 for the others. "
+    "for the latter, a provider that stores the logits needs three. The row `matrix products and "
+    "the bytes of the logits` has the time limit for a linear function. It is the time of its "
+    "matmuls alone, plus 1.15 times the time in which a copy transfers the bytes of the logits "
+    "that are loaded and stored between the matmuls: 6 bytes per logit for linear_cross_entropy, "
+    "10 for the others. "
     "`jaxnorm's speed` is over the provider's. `temp` is memory beside operands and results. Liger "
     "overwrites the logits with their gradient, and sums weight's gradient in weight's dtype; "
     "optax rounds the loss to the logits' dtype.",

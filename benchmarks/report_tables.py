@@ -8,15 +8,16 @@ from benchmarks.bars import BARS
 from benchmarks.blocks import BLOCKS
 from benchmarks.compile_times import LIMIT_S, STEPS
 from benchmarks.figures import Ahead, Figure, Figures
-from benchmarks.losses import BAR, LossWorkload
+from benchmarks.losses import COPY_FACTOR, LossWorkload
 from benchmarks.models import LOSS_STEPS, MODELS, PLAIN, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
 _BLOCK_DTYPES = {**text.DTYPES, "mixed": "bf16 beside an f32 residual stream"}
 MIB = 2**20
-#: The row of a linear loss's bar.
-_BAR = "matrix products and the bytes of the logits"
+#: The name of the table row with the time limit for a linear loss. The limit is the time of its
+#: matmuls, plus the time to copy its logits (see `losses.COPY_FACTOR`).
+_LIMIT = "matrix products and the bytes of the logits"
 
 
 def speeds(measured: Figures, directions: Sequence[str]) -> str:
@@ -306,10 +307,10 @@ def losses(rows: Sequence[Row]) -> str:
     """Return a table of losses, with a row for each cell and provider.
 
     A row has the provider's time, the fraction of the roofline bound that it reaches, its time
-    divided by jaxnorm's, and its temp memory. The bar of a linear loss has a row of its own. If
-    jaxnorm reaches the bar, the bar's time is at least jaxnorm's.
+    divided by jaxnorm's, and its temp memory. A linear loss also has a row with its time limit; the
+    name of this row is `_LIMIT`. jaxnorm meets the limit if jaxnorm's time is at most the limit.
     """
-    rows = [*rows, *map(_with_bytes, (row for row in rows if row["provider"] == "products"))]
+    rows = [*rows, *map(_limit_of, (row for row in rows if row["provider"] == "products"))]
     of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
 
     def roof(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
@@ -322,13 +323,17 @@ def losses(rows: Sequence[Row]) -> str:
     return _by_shape(rows, {"of the roof": roof})
 
 
-def _with_bytes(row: Row) -> Row:
-    """Return the row of a linear loss's bar, given the row of its matmuls alone."""
+def _limit_of(row: Row) -> Row:
+    """Return the row with the time limit for a linear loss.
+
+    Args:
+      row: a result of the provider `products`, which measures only the matmuls of the loss.
+    """
     if row["status"] != OK or not row["gbps"]:
         return row
     workload = LossWorkload(row["op"], "fwd+bwd", row["shape"], row["dtype"])
-    us = float(row["us"]) + BAR * workload.logits_bytes / float(row["gbps"]) / 1e3
-    return {**row, "provider": _BAR, "us": str(us), "temp_bytes": ""}
+    us = float(row["us"]) + COPY_FACTOR * workload.logits_bytes / float(row["gbps"]) / 1e3
+    return {**row, "provider": _LIMIT, "us": str(us), "temp_bytes": ""}
 
 
 def linear(rows: Sequence[Row]) -> str:
@@ -361,7 +366,7 @@ def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) ->
         if row["status"] == OK:
             cell = (row["op"], row["direction"], row["shape"], row["dtype"])
             by_cell.setdefault(cell, {})[row["provider"]] = row
-    labels = {name: provider.label for name, provider in PROVIDERS.items()} | {_BAR: _BAR}
+    labels = {name: provider.label for name, provider in PROVIDERS.items()} | {_LIMIT: _LIMIT}
     body = []
     for cell, answers in by_cell.items():
         op, direction, shape, dtype = cell

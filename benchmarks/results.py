@@ -85,7 +85,7 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """Return the last row of each cell, which any version of the software may have measured."""
+        """Return the last row of each cell, whatever version of the software measured that row."""
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 

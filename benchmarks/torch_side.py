@@ -165,7 +165,8 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del results  # results deleted before the memory is read would be counted in `temp`
+    # Delete the results only after the memory is read. Otherwise, `temp` would include their bytes.
+    del results
     return temp
 
 

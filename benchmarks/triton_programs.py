@@ -355,8 +355,8 @@ def _software() -> str:
 def sources() -> str:
     """Return a hash of the source files of the Triton kernels.
 
-    A folder of compiled kernels records this hash, so that outdated kernels are detected. The names
-    of its files do not depend on the sources.
+    A folder of compiled kernels contains this hash, so that outdated kernels are detected. The hash
+    is needed because the names of the files in the folder do not depend on the sources.
     """
     (root,) = map(Path, jaxnorm_kernels.__path__)
     texts = (file.read_bytes() for file in sorted(root.glob("triton/*.py")))

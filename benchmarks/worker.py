@@ -47,9 +47,10 @@ class Failed:
 
 
 class Absent:
-    """A substitute for the module of a side (JAX or torch), used if importing the module fails.
+    """A substitute for the module that runs the benchmarks of JAX, or for that of torch.
 
-    All cells of this side then fail, with the import error as the reason.
+    It is used if importing the module fails. All cells of that side (JAX or torch) then fail, with
+    the import error as the reason.
     """
 
     THREADS = 1

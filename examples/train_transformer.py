@@ -390,8 +390,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(report.table(runs))
     for run, (temp, saved) in zip(runs[1:], freed(config, runs)):
         console.print(
-            f"{run.label} frees beside the row before it: {saved:.2f} saved T*d activations per "
-            f"layer, {temp:.2f} of compiled temp"
+            f"{run.label}: memory freed per layer, compared with the row above: {saved:.2f} "
+            f"activations (tokens x width) of saved arrays, {temp:.2f} of temp memory"
         )
     for check in checks:
         console.print(str(check))

@@ -40,7 +40,10 @@ class Config:
         )
 
     def reaches(self, other: "Config") -> bool:
-        """Return True if model, batch and number of steps are at least as large as in `other`."""
+        """Return True if this run is at least as large as the run `other`.
+
+        This compares the model, the batch and the number of steps.
+        """
         return (
             self.layers >= other.layers
             and self.width >= other.width

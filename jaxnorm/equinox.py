@@ -293,9 +293,13 @@ _CONVERTED: dict[type, type] = {
 
 
 def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Apply the argument ``calls`` to a model; return the model, and a dict from paths to norms.
+    """Replace the ``__call__`` of a model's modules by the functions that the user has given.
 
-    A norm is left out of the dict if ``calls`` has a function for its class or for a base class.
+    ``calls`` maps classes to functions. A module of such a class is replaced by one whose
+    ``__call__`` is the function. A module of a subclass is not changed.
+
+    Return a pair: the changed model, and a dict that maps paths to norms. The dict has all norms of
+    the model, except those of the classes in ``calls`` and of their subclasses.
     """
     norms: dict[str, Any] = {}
 

@@ -171,7 +171,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Run a test with a large chunk of Python's stack in reserve.
+    """Allocate a large chunk of memory for Python's stack, and then run a test.
 
     This makes tracing faster, as `in_one_chunk` explains.
     """

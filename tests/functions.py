@@ -181,10 +181,11 @@ def causal_softmax(x, bias):
 
 
 def of_groups(norm):
-    """Return a function that calls `norm` with parameters whose first axis is the head.
+    """Return a function like `norm` that takes parameters with the heads along the first axis.
 
-    `norm` normalises over positions and columns, as GroupNorm does. It expects parameters with the
-    heads along the second axis, so the returned function moves the first axis there.
+    `norm` itself expects parameters with the heads along the second axis. It normalises over
+    positions and columns, as GroupNorm does. So the returned function moves the first axis of each
+    parameter to the second place, and then calls `norm`.
     """
     return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
 
@@ -417,8 +418,8 @@ FUNCTIONS = {
         "x weight feature_bias labels counts",
     ),
 }
-#: Keys of `FUNCTIONS`: one for each public function, and one for each form of it that is a separate
-#: operation.
+#: Some keys of `FUNCTIONS`: for each public function, one key. If some options of a function select
+#: another operation, there is a second key for the function with these options.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
 # Use the entry whose rotary tables are constants. If their gradients were needed, XLA's code would
 # run instead of kernels.

@@ -111,7 +111,10 @@ def mixed():
 
 
 def op_of(kind: str, cols: int) -> str:
-    """Return "softmax" or "log_softmax", so that each width and each kind of case runs both."""
+    """Return "softmax" or "log_softmax".
+
+    They alternate, so that the cases of each width and of each kind contain both.
+    """
     return ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
 
 

@@ -160,7 +160,10 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def divergences(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Yield calls of a divergence (forward and reverse in turn), each with its operands' types."""
+    """Yield calls of a divergence, each with its operands' types.
+
+    The forward divergence KL(teacher || x) and the reverse one alternate.
+    """
     for shape, reverse in zip(OF_LOSSES, itertools.cycle([False, True])):
 
         def call(x: jax.Array, teacher: jax.Array, reverse: bool = reverse) -> Any:

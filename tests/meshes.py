@@ -66,15 +66,15 @@ def mesh_of(case, kind):
     return jax.make_mesh(sizes, tuple(case.mesh), axis_types=types, devices=devices)
 
 
-def specs_of(mesh_axes, axes):
-    """Return all ways to shard an array over these mesh axes, as PartitionSpecs.
+def specs_of(mesh_axes, ndim):
+    """Return all ways to shard an array over the axes `mesh_axes` of a mesh, as PartitionSpecs.
 
-    `axes` is the number of the array's axes.
+    `ndim` is the number of dimensions of the array.
     """
     specs = []
     for order in itertools.permutations(mesh_axes):
-        for places in itertools.product([None, *range(axes)], repeat=len(order)):
-            on = [tuple(m for m, at in zip(order, places) if at == axis) for axis in range(axes)]
+        for places in itertools.product([None, *range(ndim)], repeat=len(order)):
+            on = [tuple(m for m, at in zip(order, places) if at == axis) for axis in range(ndim)]
             spec = P(*[names[0] if len(names) == 1 else names or None for names in on])
             if spec not in specs:
                 specs.append(spec)
@@ -128,10 +128,14 @@ def collectives(compiled):
 
 @functools.cache
 def expected_of(name, save, shape):
-    """Return the results of `step` on one device, with the bounds from `program_error.analyse`."""
+    """Return the results of `step` on one device, each with a bound on its rounding error."""
     return analyse(step(name, save), *operands(name, shape))
 
 
 def check_values(compiled, sharded, name, save="output"):
-    """Assert that the step returns the same results as on one device, within the bounds."""
+    """Assert that `compiled` has the same results as `step` on one device, up to rounding errors.
+
+    `compiled` is the compiled `step`, and `sharded` has its operands, sharded over several devices.
+    The results may differ by the bounds that `expected_of` returns.
+    """
     assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

@@ -73,7 +73,9 @@ class NormLinear:
     gain: np.ndarray
     bias: np.ndarray
     d: np.ndarray
-    excess: np.ndarray  # a bound, for each element, on |input of the pass - x|
+    # XLA may normalise the sum h before h is rounded to x. For each element, this is a bound on the
+    # difference between the normalised array and x.
+    excess: np.ndarray
     x_dtype: str
     weight_dtype: str
     product_dtype: str

@@ -223,7 +223,10 @@ class RotatedNorm(Norm):
         return error + 4 * self.u * np.abs(self.normalised)
 
     def _stored_error(self):
-        """Return a bound on the error that the rotation's arithmetic and rounding y cause in y."""
+        """Return a bound on a part of y's error.
+
+        This part comes from the arithmetic of the rotation and from the rounding of y.
+        """
         # This includes the rounding of the tables to the dtype of the arithmetic.
         error = 6 * self.u * self._of_pairs(self.normalised)
         return error + rounding(np.abs(self.y) + error, self.y_dtype)
@@ -309,8 +312,9 @@ def expected(
       h: the sum that the call stored.
       dtypes: the dtypes of x, of the residual or the gate, and of y.
     """
-    # The classes above sum gradients of parameters over the first axis. Here the terms of these
-    # sums are needed, so all arrays get a new first axis of size 1.
+    # The classes above return gradients of parameters as sums over the first axis. This function
+    # needs the terms of these sums, not the sums. So all arrays get a new first axis of size 1: the
+    # sum over this axis has a single term.
     a = {name: array[None] for name, array in given.items()}
     x, scale, bias, dy, dh = (a[name] for name in ("x", "scale", "bias", "dy", "dh"))
     of_x, of_second, of_y = dtypes

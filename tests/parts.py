@@ -48,9 +48,10 @@ def _stored(a: jax.Array) -> jax.Array:
 
 
 def read(whole: jax.Array) -> jax.Array:
-    """Return a result of a function from `of_parts`.
+    """Return the elements of a result as a flat array.
 
-    `whole` is the flat array in which that function stored the result, after one other element.
+    A function that `of_parts` made has returned the larger flat array `whole`. Its first element
+    does not belong to the result.
     """
     return whole[1:]
 

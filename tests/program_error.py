@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax._src import config
 from reference import SAFETY, assert_within, unit_roundoff
 
 FEW = 8.0
@@ -225,13 +226,21 @@ def _as_jax(operand: Value, atom: Any) -> Any:
 def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
     """Analyse one of jaxnorm's primitives by its JAX program.
 
-    This is the program that JAX runs under `jax.disable_jit`.
+    This is the program that JAX runs under `jax.disable_jit`. The same call occurs in many
+    programs, so its jaxpr is cached. JAX's settings are a part of the cache's key.
     """
-    with jax.disable_jit():
-        run = functools.partial(equation.primitive.impl, **equation.params)
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
-        jaxpr = jax.make_jaxpr(run)(*avals)
+    types = tuple((v.aval.shape, v.aval.dtype) for v in equation.invars)
+    static = tuple(equation.params.items())
+    jaxpr = _traced_plain(equation.primitive, static, types, config.trace_context())
     return _run(jaxpr.jaxpr, jaxpr.consts, operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_plain(primitive: Any, static: Any, types: Any, context: Any) -> Any:
+    del context
+    with jax.disable_jit():
+        run = functools.partial(primitive.impl, **dict(static))
+        return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(*of) for of in types))
 
 
 def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> list[Value]:
@@ -397,10 +406,11 @@ def _matmul(operands, dimension_numbers, **_):
 
 
 def _bilinear(function: Callable, terms: Callable) -> Callable:
-    """Return the rule of an operation that is linear in two operands a and b, like a convolution.
+    """Return the rule that computes the rounding error of a bilinear operation.
 
-    Each element of the result is a sum of products. ``terms(b, params)`` is the number of products
-    in such a sum.
+    A bilinear operation, such as a convolution, is linear in each of its two operands a and b. Each
+    element of the result is a sum of products. ``terms(b, params)`` is the number of products in
+    such a sum.
     """
 
     def rule(operands, **params):

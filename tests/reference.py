@@ -102,8 +102,8 @@ def softmax_gradient_bound(
 
     It covers y's error to first order, the arithmetic of ``d - sum(d * y)``, and the rounding of
     dx. If y has 16 bits, the backward divides y by the sum of its row, so each row sums to 1. Then
-    adding a constant to a row of d does not change dx. So the bound uses d minus its mean, weighted
-    by y.
+    adding a constant to a row of d does not change dx. So the bound uses ``d - sum(d * y)`` instead
+    of d. Here, ``sum(d * y)`` is the mean of d with the weights y.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -269,8 +269,10 @@ class Norm:
     def _product_error(self) -> np.ndarray:
         """Return the error of the x_hat from which the mean c2 is computed.
 
-        With a saved output, the backward computes c2 from y - bias. This x_hat is not clipped, so
-        clipping does not limit its error.
+        If the output y is saved, the backward computes c2 from ``y - bias``, which equals
+        ``x_hat * scale`` up to rounding. For other purposes, the backward recovers x_hat from y and
+        clips it, which limits its error. It does not clip ``y - bias``, so there is no such limit
+        here.
         """
         if self.saved == "input":
             return self._recovered_error()

@@ -83,8 +83,8 @@ def test_values_and_gradients(added, dtype, form):
     assert outcome.implementations == ("xla", "xla")
 
 
-# Maps names of tests to functions. Each function runs that test on the operation that
-# `added_operation` defines. The test's own file runs it on all existing operations.
+# Maps the name of a test to a function that runs this test on the operation that `added_operation`
+# defines. The files in which the tests are defined run them on all existing operations.
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),
@@ -144,7 +144,10 @@ def test_over_other_axes(added, x64):
 
 
 def test_names(added):
-    """The names in programs, policies, errors and plans come from the entry in `OPERATIONS`."""
+    """All names of an operation are determined by its entry in the table `OPERATIONS`.
+
+    These are the names of its primitives and its saved arrays, and its name in errors and plans.
+    """
     operands = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(functions.scalar(ENTRY.ours), (0, 1)))(*operands)
     passes = [e.primitive.name for e in equations(jaxpr) if "jaxnorm." in e.primitive.name]

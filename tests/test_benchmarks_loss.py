@@ -39,7 +39,10 @@ def of(cell, provider):
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_bytes(dtype, size):
-    """Each pass counts the logits' bytes. The backward pass also counts the gradient's."""
+    """`LossWorkload.bytes` is the number of bytes that a loss loads and stores.
+
+    Each pass loads the logits. The backward pass also stores their gradient.
+    """
     forward = 10 * 30 * size + 10 * (4 + 4)  # also labels and losses
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes

@@ -114,9 +114,9 @@ def test_variants_are_one_function(kind, variant, remat, layers, dtype):
     ],
 )
 def test_kernels_in_programs_for_a_gpu(name, variant, remat, kernels):
-    """Programs of the benchmarked sizes contain the expected norm kernels.
+    """Models of the benchmarked sizes run the expected kernels of norms on a GPU.
 
-    Kernels of losses do not count, because the default may not use them.
+    Kernels of losses are not checked, because jaxnorm's default for a loss need not be a kernel.
     """
     size = MODELS[name]
     model = Model(size, VARIANTS[variant], remat)

@@ -30,10 +30,10 @@ CELL = TimedCell("rms_norm", "fwd", 4, 32, "float32", "float32", "xla")
 
 
 class Side:
-    """A stand-in for a side (JAX or torch), whose cells fail as requested.
+    """A stand-in for the module that runs the benchmarks of JAX or torch. Its cells can fail.
 
     `errors` has a pair for each cell: the error that is raised while the cell is prepared, and the
-    error that is raised while it is measured. None is no error.
+    error that is raised while it is measured. None means that no error is raised.
     """
 
     THREADS = 1

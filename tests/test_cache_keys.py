@@ -114,7 +114,7 @@ def test_keys_of_two_processes(tmp_path):
 def test_what_else_decides_which_kernels_run_is_in_the_name(monkeypatch):
     """The digest of a call depends on the preferred implementation and on compilers' versions.
 
-    Different values may lead to different kernels.
+    If one of these changes, the call may run other kernels, so its digest must change too.
     """
     names = [auto_axes._digest("call")]
     for preferred in ("mosaic", "triton"):

@@ -219,7 +219,7 @@ class Layout(NamedTuple):
             return P(self.scale)
         if kind in ("weight", "down", "head"):
             return P(*self.weight)
-        # If the head is split over classes, the logits are split over classes, too.
+        # If "head", the weight of the logits, is split over classes, so are the logits.
         features = self.features or (self.weight[1] if kind == "logits" else None)
         return P(*self.rows) if kind == "labels" else P(*self.rows, features)
 
@@ -261,23 +261,25 @@ def operands(kinds: Sequence[str]) -> list[Any]:
     return [*map(operand, kinds)]
 
 
-#: Maps cases whose devices exchange more bytes than in plain JAX to the reason. A key consists of a
-#: function's name, a layout, and a way to compile the function (or "*" for all ways). The *head* is
-#: the weight of the logits.
+#: Cases in which devices exchange more bytes with jaxnorm than in plain JAX. The values are the
+#: reasons. A key consists of a function's name, a layout, and a way to compile the function (or "*"
+#: for all ways). The *output weight*, "head", is the matrix by which x is multiplied to compute
+#: logits.
 EXCEPTIONS = {
-    # x is replicated over the mesh axes that split the head. In plain JAX, all devices along these
-    # axes compute the loss of the same rows. jaxnorm splits the rows over the devices, so they must
-    # exchange gradients.
+    # x is replicated over the mesh axes that split the output weight. In plain JAX, all devices
+    # along these axes compute the loss of the same rows. jaxnorm splits the rows over the devices,
+    # so they must exchange gradients.
     ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
     # In plain JAX, devices exchange partial logits and add them up. In jaxnorm, they exchange the
-    # head and x. The logits of the 128 rows of this test are no larger than the head, so jaxnorm
-    # exchanges more bytes, by the size of x. In training, logits are larger than the head.
+    # output weight and x. The test has only 128 rows, so the logits are no larger than the output
+    # weight. Then jaxnorm exchanges more bytes, because it also exchanges x. In training, the
+    # logits are larger than the output weight.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
     # The losses save no statistics of rows for the backward. So the backward exchanges the
     # statistics again: 12 bytes per row. Plain JAX under `jax.checkpoint` saves 4 bytes per row.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
-    # x is replicated. XLA's code normalises a part of x on each device. A kernel cannot do this,
-    # because it needs whole rows.
+    # x is replicated. In XLA's code, each device normalises only some columns of x. A kernel cannot
+    # do this, because it needs whole rows.
     ("rms_norm_linear", "weight alone", "kernel"): "the kernel's rows are whole",
     # JAX first sums the gradient over all devices, and then reshards the sum like the weight.
     ("rms_norm_linear", "sequence and outputs", "explicit"): "the transpose of reshard",

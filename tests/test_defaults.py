@@ -102,7 +102,8 @@ def test_a_call_that_is_left_has_a_reason(support):
         if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
-    # For each reason, there is at least one call whose kernels were slower than XLA's code.
+    # Each reason not to use kernels applies to at least one call whose kernels were slower than
+    # XLA's code.
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 

@@ -51,7 +51,7 @@ def test_short_run(options, main, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pydoc_data.topics, "topics", dict([*topics.items()][::10]))
     assert main([*SMALL, *options, "--markdown", "table.md"]) == 0
     out = capsys.readouterr().out
-    for expected in ["Flax", "first 20 losses", "bigram", "xla (", "frees beside the row before"]:
+    for expected in ["Flax", "first 20 losses", "bigram", "xla (", "compared with the row above"]:
         assert expected in out
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert str(tmp_path / "demo.png") in out

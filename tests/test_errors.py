@@ -1,8 +1,9 @@
 """Bad arguments: every error names the function, what was given, what was expected, and the fix.
 
-`OPTIONS` lists wrong values of an option, and `FLOATS` lists names of arrays. They are tested with
-every function that has an argument of such a name. `ARGUMENTS` lists the errors of single
-functions.
+`OPTIONS` maps the name of each option to wrong values for it. They are tested with every function
+that has this option. `FLOATS` lists the names of array arguments. Wrong arrays are tested with
+every function that has an argument of such a name. `ARGUMENTS` lists, for each function, further
+wrong arguments.
 """
 
 import functools

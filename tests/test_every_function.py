@@ -196,7 +196,11 @@ def equal_options():
 
 @pytest.mark.parametrize(("name", "option", "good", "bad"), [*equal_options()])
 def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
-    """The cache of compiled calls distinguishes equal static arguments by their types."""
+    """Two equal static arguments of different types, such as 1 and True, are not confused.
+
+    They have separate entries in the cache of compiled calls. So a bad argument raises an error
+    even after a call with an equal good argument.
+    """
     call = plain_call_of(name)
     with pytest.raises(TypeError, match=f"{name}: {option}") as first:
         call(**{option: bad})

@@ -1,4 +1,4 @@
-"""memory_report's advice on DiT's blocks: to pass `gate=` to a norm after a gated sum."""
+"""memory_report's advice on DiT's blocks: pass `gate=` to a norm that follows a gated sum."""
 
 import functools
 

@@ -45,8 +45,9 @@ def check_case(shape, features, mix, activation, present):
         assert_within(np.reshape(exact(gradient), value.shape), value, error)
 
 
-# Without up, the tested function is activation_linear. It is tested only with the combinations of
-# dtypes in which gate and up have the same dtype.
+# An entry of `MIXES` has a dtype for each operand. If the operand up is absent, the tested function
+# is activation_linear. Then entries that differ only in up's dtype would be the same test. So only
+# entries whose dtypes of gate and up are equal are used.
 @pytest.mark.parametrize(
     ("mix", "activation", "present", "shape"),
     [

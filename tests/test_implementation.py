@@ -110,6 +110,20 @@ def test_refused_and_unpreferred_calls_run_xla(stub):
     )
 
 
+def test_a_forward_whose_second_result_is_refused_runs_xla(stub, monkeypatch):
+    """A kernel that does not support the result h is not run without h.
+
+    Only the operand dh of a backward pass of a norm may be dropped: it is added to the result.
+    """
+    stub(HERE)
+    reason = "it does not return h"
+    refuses = staticmethod(lambda spec: reason if "h" in spec.outputs else None)
+    monkeypatch.setattr(Stub, "why_unsupported", refuses)
+    results = jax.jit(jaxnorm.add_rms_norm)(X, X)
+    expected = jaxnorm.add_rms_norm(X, X, implementation="xla")
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
+
+
 def test_a_name_is_honoured_or_refused_with_the_reason(stub):
     stub()
     assert (jaxnorm.rms_norm(X[:, :7], implementation="stub") > SHIFT / 2).all()

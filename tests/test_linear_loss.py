@@ -222,7 +222,9 @@ def test_chunks_by_default():
     ]
     for chunk, rows, weight, dtype, expected in cases:
         assert chunk_rows(chunk, rows, weight, dtype, dtype) == expected
-    # All rows are in one chunk if it takes no more memory than the sum of weight's gradient.
+    # All rows form one chunk if its logits and their gradient take no more memory than the
+    # accumulator. This is the float32 array in which smaller chunks would add up the gradient of
+    # the weight.
     for rows, weight, logits, expected in (
         (8192, (4096, 128256), bf16, 8192),
         (8320, (4096, 128256), bf16, 2816),
@@ -232,7 +234,9 @@ def test_chunks_by_default():
         accumulator = 4 * weight[0] * weight[1]
         assert chunk_rows(None, rows, weight, logits, bf16, accumulator=accumulator) == expected
         assert chunk_rows(64, rows, weight, logits, bf16, accumulator=accumulator) == 64
-    # The gradient of all float32 logits is stored if a chunk of half the size makes room for it.
+    # If the gradient of all logits is stored, no accumulator is needed. The gradient must fit into
+    # the memory of the accumulator and of a chunk. If it does not, chunks are made half as large to
+    # free memory. If this is not enough either, the result is None: the gradient is not stored.
     for rows, chunk, weight, expected in (
         (8192, 2048, (4096, 128256), 2048),
         (8192, 2048, (2048, 128256), 1024),
@@ -242,7 +246,7 @@ def test_chunks_by_default():
         d, classes = weight
         accumulator = 4 * d * classes
         assert rows_beside_dlogits(chunk, rows, 4 * classes, 2 * classes, accumulator) == expected
-    # The logits are float32, the operands of their matmul 16-bit.
+    # The logits are float32. The matmul that computes them has operands of 16 bits.
     assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
     check("mean", *operands(3000, 2, 3))
 
@@ -276,7 +280,7 @@ def test_masks_broadcast():
 
 @pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
 def test_masks_of_classes(shape):
-    """Masks of classes have the same effect as in the function of logits.
+    """Masks of classes have the same effect as in `log_prob_and_entropy`, which takes logits.
 
     The last chunk is partial.
     """
@@ -387,7 +391,7 @@ def test_small_gradients_in_float16():
         gradients(function)(x, weight), gradients(plain), x, weight, like=gradients(function)
     )
 
-    # A cotangent of 0 takes no digits from the others.
+    # A row whose cotangent is 0 does not make the gradients of the other rows less accurate.
     factors = jnp.where(jnp.arange(64) == 5, 0, 2.0**-4)
 
     def rows(x, weight):
@@ -445,7 +449,8 @@ SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32":
 def test_logits_scale_of_any_size(dtype, scale, reduction):
     """`logits_scale` may have any size.
 
-    In float16, it multiplies float32 results of matmuls. The gradient of the logits could overflow.
+    In float16, the gradient of the logits could overflow if it included a large scale. So it is
+    divided by a power of two near the scale, and this division is undone in float32.
     """
     # The logits have magnitudes around 1, and the loss is multiplied by 2**10.
     x, weight, bias, labels = operands(7, 16, 64, dtype)

@@ -235,9 +235,11 @@ def test_settings_of_jax(function):
 @pytest.mark.parametrize(("reduction", "products"), [("mean", 4), ("none", 6)])
 @pytest.mark.parametrize("rows", [2304, 2100])
 def test_dlogits_of_all_rows_of_a_divergence(rows, reduction, products):
-    """The gradient of all float32 logits is stored, and one matmul for each gradient follows.
+    """Without `chunk`, the gradient of all logits is stored in one array.
 
-    The results are those of smaller chunks, which add gradients.
+    Then a single matmul computes dx from this array, and another one the gradient of the weight.
+    With a smaller `chunk`, each chunk adds its part to the gradient of the weight. The results are
+    equal within rounding errors.
     """
     key = jax.random.key(rows)
     x, teacher_x = jax.random.normal(key, (2, rows, 640), jnp.bfloat16)

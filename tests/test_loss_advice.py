@@ -42,7 +42,7 @@ def of_logsumexp(logits, labels):
 
 
 def of_softmax(logits, labels):
-    """Compute the loss from a softmax, which saves its probabilities."""
+    """Compute the loss from a softmax. Its probabilities are saved for the backward pass."""
     p = jax.nn.softmax(logits)
     return -jnp.log(jnp.take_along_axis(p, labels[:, None], -1)).mean()
 
@@ -326,7 +326,11 @@ def test_logits_that_are_returned():
 
 
 def test_a_small_vocabulary():
-    """There is no advice if the weight's gradient is larger than the logits."""
+    """The report does not recommend a linear loss if the weight is larger than the logits.
+
+    A linear loss saves the gradient of the weight instead of the logits. This gradient is as large
+    as the weight, so a linear loss would need more memory.
+    """
     x = jax.ShapeDtypeStruct((4, 256), "float32")
     weight = jax.ShapeDtypeStruct((256, 64), "float32")
 

@@ -121,9 +121,10 @@ def test_labels_outside_are_nan_in_their_rows():
 
 
 def test_ties_and_infinities():
-    """Losses are correct if several logits of a row are the largest, or if there is one class.
+    """Losses are correct if all logits of a row are equal, so that each of them is the maximum.
 
-    They are also correct for a label whose logit is -inf, and for rows with NaN.
+    They are also correct if only one logit of a row is finite, or if the logit of the label is
+    -inf. If the maximum of a row is infinite or NaN, the loss is NaN.
     """
     x = jnp.zeros((6, 4096)).at[1].set(-jnp.inf).at[1, 7].set(3.0).at[2, 7].set(-jnp.inf)
     x = x.at[3].set(-jnp.inf).at[4, 9].set(jnp.inf).at[5, 7].set(jnp.nan)

@@ -38,9 +38,9 @@ def log_prob(x, labels, axis=-1, where=None, **options):
 
 
 each = pytest.mark.parametrize("function", [loss, log_prob])
-# Maps a function to a list of counts. If the vocabulary is split, devices exchange a few numbers
-# per row in two or three steps. The list has the count of these numbers for each step. The first
-# number is the row's maximum, and the others are sums over the shards.
+# If the vocabulary is split, devices exchange a few numbers per row in two or three steps. For each
+# function, the list says how many numbers per row are exchanged in each step. In the first step,
+# this is the row's maximum. In later steps, these are sums over the shards.
 EXCHANGED = {loss: [1, 3], log_prob: [1, 1, 2]}
 
 

@@ -193,9 +193,10 @@ def test_advice_is_true(name, stack):
 
 
 def test_a_result_that_is_cast_to_more_bits():
-    """If a norm's 16-bit result is cast to float32, the float32 array is also saved with jaxnorm.
+    """A norm's 16-bit result is cast to float32, and the float32 array is saved.
 
-    So this array is not counted in the number of bytes by which the advice reduces the total.
+    jaxnorm's norm does not change this: the float32 array is saved with and without it. So the
+    number of bytes that the advice promises must not include this array.
     """
 
     def step(norm, x, w):

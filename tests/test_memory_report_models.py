@@ -78,8 +78,9 @@ def check(before, after, function):
 
 
 def test_all_advice_is_of_these_functions(before):
-    """The report recommends only functions that other tests of this file put into the models.
+    """The report recommends only functions that are tested in this file.
 
+    Other tests of this file replace parts of the models by these functions, and check the advice.
     Each recommendation refers to a source line of the model or of the loss.
     """
     told = [row for row in before if row.advice]
@@ -175,8 +176,9 @@ def test_norms(model, before):
 def test_softmax(model, before, monkeypatch):
     told = told_by(before, "softmax")
     if "Bert" in type(model).__name__:
-        # Here, the matmul after the softmax saves the weights in transposed form. jaxnorm's softmax
-        # would save them in addition, so there is no gain and no advice.
+        # The matmul after the softmax saves a transposed copy of the attention weights. With
+        # jaxnorm's softmax, this copy would still be saved, and the softmax would save its result,
+        # too. So there is no gain and no advice.
         assert not told
         return
     (result,) = {(re.findall(r"with dtype=(\w+)", row.advice) or [None])[0] for row in told}

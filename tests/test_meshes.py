@@ -137,10 +137,10 @@ CASES = [
 
 
 def is_its_own(name, layout, kind, runs):
-    """Return True if the results of all shards together are not the result for the whole array.
+    """Return True if the joined results of all shards differ from the result on one device.
 
-    This concerns only calls in `jax.shard_map`. For example, the mesh may split an axis over which
-    the call normalises.
+    This is possible only for calls in `jax.shard_map`. For example, if the mesh splits an axis over
+    which the call normalises, each shard is normalised by itself.
     """
     of_positions = name == OF_GROUPS and layout != "replicated"
     of_heads = "with a bias" in name and layout == "both"  # splits queries of a causal softmax
@@ -198,7 +198,9 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
         elif name in WITHOUT_KERNEL or (is_split and "rope" not in name):
             assert not kernels.shapes
         elif layout in LAYOUTS and not (kind == "auto" and layout == "FSDP"):
-            # If only h is used, the forward computes no norm, so only the backward's kernel runs.
+            # Usually, the forward and the backward each run a kernel. If only the sum h is used,
+            # the forward computes just this sum, without a kernel. The backward still runs its
+            # kernel, with zeros as the cotangent of y.
             assert kernels.shapes == [rows] * (1 if "h alone" in name else 2)
 
 

@@ -87,8 +87,8 @@ def kernels_in(function, *arguments):
 def check(transformers, name, dtype, context, of_kernels):
     """Assert that outputs and gradients are as accurate inside `context` as outside of it.
 
-    `context` is a context manager that converts modules. Inside it, all of the model's norms must
-    be jaxnorm's, and run kernels on CUDA.
+    `context` and `of_kernels` are context managers that convert modules. Inside `of_kernels`, all
+    of the model's norms must be jaxnorm's, and its program for CUDA must contain kernels.
     """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)

@@ -158,8 +158,8 @@ def product_of(arrays, **options):
 def check_product(ours):
     """Assert that the result equals the result of XLA's code on one GPU."""
     expected = jax.jit(functools.partial(product_of, implementation="xla"))(PRODUCT())
-    # Both results are sums of magnitude 1. In both, the terms of the sum and the result y are
-    # rounded to bfloat16.
+    # Each element of a result is a sum of magnitude 1. On the mesh and on one GPU, the terms of the
+    # sum are rounded to bfloat16, and then the sum itself.
     bound = SAFETY * unit_roundoff("bfloat16") + 2 * rounding(exact(expected), "bfloat16")
     assert_within(ours, exact(expected), bound)
 

@@ -207,6 +207,6 @@ def test_what_the_policy_keeps_for_the_next_product(before):
     )
     found = [equation.primitive.name for equation in equations(jaxpr)]
     assert found.count("jaxnorm.rms_norm_gated") == 1
-    # The forward runs three matmuls. The backward recomputes the first two. It also runs two for
-    # the gradients of each of the three matmuls.
+    # The forward runs three matmuls. The backward recomputes the first two of them. For each of the
+    # three, it also runs two matmuls, one for the gradient of each operand: six in total.
     assert found.count("dot_general") == 3 + 2 + 6

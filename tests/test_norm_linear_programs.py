@@ -145,8 +145,8 @@ def test_what_is_not_used_is_not_made():
     """`jax.checkpoint` recomputes only what the backward of rms_norm_linear needs.
 
     With an activation, the backward needs the matmul's result z, so the norm and the matmul are
-    recomputed. Without an activation, only the norm is recomputed, and with `save_policy` nothing.
-    The activation itself is never recomputed.
+    recomputed. Without an activation, only the norm is recomputed. If `save_policy` is used in
+    addition, nothing is recomputed. The activation itself is never recomputed.
     """
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
 
@@ -165,8 +165,9 @@ def test_what_is_not_used_is_not_made():
 
     # Each count is a sum of up to three numbers. The first is for the forward: one norm, one matmul
     # and one activation. The second is for the backward of rms_norm_linear: two matmuls, the
-    # derivative of the activation, and one norm, which a matmul needs. The third is for the
-    # operations that `jax.checkpoint` recomputes.
+    # derivative of the activation, and one norm. The norm is computed again because the matmul for
+    # the gradient of the weight takes the normalised x. The third is for the operations that
+    # `jax.checkpoint` recomputes.
     norm, product, tanh = "jaxnorm.rms_norm", "dot_general", "tanh"
     assert calls("gelu") == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}
     assert calls("gelu", jaxnorm.save_policy) == {norm: 1 + 1 + 1, product: 1 + 2 + 1, tanh: 1 + 1}

@@ -1,4 +1,7 @@
-"""rms_norm_rope against float64 NumPy: values, gradients, limits of saving the output, errors."""
+"""rms_norm_rope against float64 NumPy: values, gradients, and errors for wrong arguments.
+
+Some tests are about cases in which the gradients are inaccurate if the output y is saved.
+"""
 
 import functools
 
@@ -172,9 +175,9 @@ def test_float64_tables_are_rounded(x64):
 
 
 def test_tables_of_two_dtypes():
-    """cos and sin of different dtypes are promoted to a common dtype.
+    """The rotary tables cos and sin may have different dtypes.
 
-    Each of their gradients has the dtype of its own table.
+    They are promoted to a common dtype. The gradient of each table has the dtype of this table.
     """
     x, scale = normal((2, 8, 4, 64), "float32", 0), parameter(64, "float32")
     cos, sin = tables((8, 1, 32))
@@ -224,7 +227,8 @@ def gradients(x, scale, cos, sin, save, **options):
 def test_a_pair_whose_tables_are_zero(dtype):
     """If cos and sin of a rotated pair are 0, y is 0 in both columns of the pair.
 
-    Gradients are finite if y is saved. With save="input", they are correct.
+    If y is saved, gradients are finite, but dx is wrong in these columns. With save="input", all
+    gradients are correct.
     """
     x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
     cos, sin = (table.at[..., 3].set(0) for table in tables((8, 1, 32)))
@@ -277,9 +281,10 @@ def test_the_law(ratio, dtype, interleaved):
     for of, partner in ((small, ratio), (large, 1 / ratio)):
         predicted = 0.83 * unit_roundoff(dtype) / 2 * np.sqrt((3 + partner**2) / 4)
         error = relative_error(dscale[of], ref.dscale[of])
-        # If y is float32, the arithmetic has the same precision as y. Then there are about ten
-        # rounding errors of equal size instead of one. The sums over rows add more errors. In the
-        # column with the large scale, the errors of the sums are the largest.
+        # `predicted` is the error that the rounding of y causes. If y is float32, the arithmetic is
+        # no more precise than y. Then about ten rounding errors have this size, so the error is
+        # sqrt(10) times as large. The sums over rows cause further errors. For columns with the
+        # large scale, these are larger than the other errors.
         most = np.sqrt(10) if dtype == "float32" else 1.5
         assert error < most * predicted + SAFETY * 2.0**-24
         assert of is large or error > predicted / 1.5

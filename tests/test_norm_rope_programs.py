@@ -57,8 +57,9 @@ WRAPPED = {
 def test_what_is_kept(around, save):
     """The derivative saves y (or x), one number per row, and no other array of x's size.
 
-    Saved arguments are not counted. So the test computes x = 3 * u inside the function. If tables
-    are expanded to the axes of x, the expanded tables are saved, too.
+    Saved arguments are not counted. So the test computes x = 3 * u inside the function. The tables
+    cos and sin are arguments, but copies of them are counted: a table that has fewer axes than x is
+    reshaped, and the reshaped table is saved. It is much smaller than x.
     """
     block = WRAPPED[around](lambda u, *others: jaxnorm.rms_norm_rope(3 * u, *others, save=save))
 

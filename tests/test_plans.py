@@ -39,8 +39,8 @@ def test_a_cpu_runs_xla_s_code(name):
 
 
 GROUP = {"scale": vector(32, 1, 8, dtype="bfloat16"), "axis": (1, 3)}
-# A function, the shape of a bfloat16 x, options, the expected implementation, and a part of its
-# reason.
+# Each entry has five items: a function, the shape of a bfloat16 x, options, the implementation that
+# must be chosen (None for any), and a part of the text that says why it is chosen.
 PLANS = [
     *(
         (name, ROWS, {"scale": vector(4096)}, MOSAIC, "")

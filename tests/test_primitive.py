@@ -46,9 +46,10 @@ def test_lowered_for_cuda_a_call_is_a_kernel(function):
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
 def test_layers_have_the_passes_of_the_first(function):
-    """Equal calls in several layers refer to the same two objects: one per pass.
+    """Equal calls in several layers share two objects.
 
-    The result types of a pass are cached with its object, so they are computed only once.
+    One object describes the forward of the call, and the other one describes its backward. Each
+    caches the result types of its pass, so they are computed only once.
     """
     program = jax.make_jaxpr(gradient(lambda x: function(function(function(x)))))(SHAPE)
     passes = [*calls_in(program.jaxpr)]
@@ -105,9 +106,10 @@ def test_gradients_for_each_example_are_kernels():
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm])
 def test_an_axis_that_is_not_the_last_has_kernels(function):
-    """If x must be transposed to make the reduced axis the last one, kernels run only on request.
+    """Kernels reduce over an axis that is not the last one, too.
 
-    Layer norms over a single axis need no transpose.
+    For most of these calls, x must be transposed first, and kernels run only on request. For a
+    layer norm over one axis, x need not be transposed, and kernels run by default.
     """
     x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
     for axis in (0, 1, (0, 2)):
@@ -183,9 +185,10 @@ def test_a_cpu_never_imports_the_kernels():
 
 
 def test_lowering_has_room_on_the_stack():
-    """Kernels are lowered in a frame with a large chunk of Python's stack.
+    """The function that lowers kernels is called by `in_one_chunk`.
 
-    This makes lowering faster, as `in_one_chunk` explains.
+    `in_one_chunk` first allocates a large chunk of memory for Python's stack. This makes lowering
+    faster, as its docstring explains.
     """
     found = []
 

@@ -96,7 +96,7 @@ def test_no_rows(name, rows):
 def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
     """A requested implementation returns the same bits with and without a gradient.
 
-    Without a request, the default implementation may be another one if no gradient is computed.
+    If no implementation is requested, the default may be different with and without a gradient.
     """
     x, *others = operands_of(name, "float32", Sizes((70,), 16))
     function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)

@@ -51,7 +51,10 @@ def test_the_examples_run(page):
 
 
 def test_the_pages_have_examples():
-    """The regular expression finds the examples of all pages that have some."""
+    """The regular expression finds examples on every page that has examples.
+
+    `without` lists the pages that have none.
+    """
     without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
     without |= {"results", "structure", "testing"}
     assert {page.stem for page in PAGES if not blocks(page)} == without

@@ -189,7 +189,11 @@ CASES = [
 
 
 def evaluated(name, shapes, types, **options):
-    """Return a reference's operands, cotangents, results and gradients (without their bounds)."""
+    """Call the function `name` of the module `references`, which also computes error bounds.
+
+    Return its operands, the cotangents of its results, its results, and its gradients. The error
+    bounds are left out.
+    """
     given = references.operands(shapes, COLS, seed=0)
     along = references.operands({str(i): shape for i, shape in enumerate(types)}, 0, seed=1)
     results, gradients = getattr(references, name)(

@@ -80,11 +80,13 @@ AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 def saved(rows, named, numbers):
     """Return a dict from each policy to a triple of counts, in the format of `FUNCTIONS`.
 
+    The key "plain" means that there is no `jax.checkpoint`. The other three keys are policies of
+    `jax.checkpoint`. "save_policy" and "names" save only arrays that have a name. "all but out"
+    saves no arrays of shape (rows, cols).
+
     Args:
-      rows: the number of arrays of shape (rows, cols) that are saved without `jax.checkpoint`. In
-        the dict, this case is called "plain".
-      named: the number of these arrays that have a name. Of arrays of this shape, "save_policy" and
-        "names" save only the named ones, and "all but out" saves none.
+      rows: the number of arrays of shape (rows, cols) that "plain" saves.
+      named: the number of these arrays that have a name.
       numbers: the number of saved arrays that have one number per row.
     """
     by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))

@@ -119,9 +119,10 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
     }
     norms = dict.fromkeys(programs, 0)
     if name == "rms_norm_add_rms_norm":
-        # h = r + norm(x), so norm(x) is computed even if only h is used. Its gradient needs
-        # statistics of x. Only the call that computes both norm(x) and norm(h) returns these, so
-        # the program with the gradient has two norms.
+        # h = r + norm(x), so norm(x) is computed even if only h is used. The gradient of norm(x)
+        # needs the statistics of the rows of x. Only a call that computes both norm(x) and norm(h)
+        # returns these statistics. So the program with the gradient computes two norms, although
+        # nothing uses norm(h).
         norms = {**dict.fromkeys(programs, 1), "gradient": 2}
     for key, program in programs.items():
         text = jax.jit(program).lower(x, r, scale).as_text()

@@ -45,7 +45,8 @@ def neighbours(x, cos, sin):
 
 def step(rotated_norm, tables, x, w):
     q = rotated_norm((x @ w["q"]).reshape(BATCH, LENGTH, HEADS, HEAD), w["scale"], *tables)
-    y = (q * q).reshape(x.shape)  # squared, because the derivative of a square saves q
+    # The derivative of q * q needs q, so the rotated norm's result is saved.
+    y = (q * q).reshape(x.shape)
     return x + y @ w["out"]
 
 

@@ -34,9 +34,10 @@ def operands(name, dtype):
     unit = jnp.finfo(dtype).eps
     h = 1 + rng.integers(0, 16, SHAPE) / 16
     addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
-    # The test needs an addend that is lost in rounding: h + addend is rounded to h. So the addend
-    # is less than half the spacing of floats between 1 and 2. Below 1, the spacing is smaller, and
-    # the addend might not be lost. So h is increased where h + addend would be below 1.
+    # The test needs an addend that is lost in rounding: h + addend must be rounded to h. The addend
+    # is smaller than half the spacing of floats between 1 and 2, so it is lost if h + addend is in
+    # this range. Below 1, floats are closer together, and the addend might not be lost. So h is
+    # increased if it is 1 and the addend is negative.
     h = h * (1 + (addend < 0) * (h == 1) / 16)
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None

@@ -186,6 +186,20 @@ def test_a_mesh_without_devices():
         assert kernels.shapes == [(ROWS, COLS)]
 
 
+def test_a_mesh_without_devices_on_a_machine_with_one(monkeypatch):
+    """On a machine with one device, programs for an `AbstractMesh` with Auto axes can be lowered.
+
+    On several devices, a call may need a partitioning rule, which needs the devices.
+    """
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((ROWS, COLS), "float32", sharding=whole)
+    with as_default(Kernels()):
+        lowered = jax.jit(jaxnorm.rms_norm).trace(x).lower(lowering_platforms=("cpu",))
+    assert "custom_call" not in lowered.as_text()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", BASIC)

@@ -42,7 +42,10 @@ pytestmark = [
 
 
 class Kernels(StandIn):
-    """A stand-in for kernels. It records calls, and refuses calls that a kernel would refuse."""
+    """An implementation that takes the place of kernels, and runs XLA's code.
+
+    It records the shape of x in each call. Like kernels, it takes x as rows, and has no masks.
+    """
 
     def __getattr__(self, name):
         function = getattr(xla, name)
@@ -63,7 +66,10 @@ class Kernels(StandIn):
 
 @pytest.fixture(name="kernels", params=["xla", "kernel"])
 def which_kernels(request):
-    """Set the default implementation: XLA's code (None) or the stand-in for a kernel."""
+    """Set the default implementation: XLA's code, or the class `Kernels` above.
+
+    The fixture's value is the `Kernels` object, or None for XLA's code.
+    """
     if request.param == "xla":
         yield None
         return

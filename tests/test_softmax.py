@@ -68,7 +68,8 @@ def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
 def test_common_part_of_cotangents(dtype, cols, axis, implementation):
     """A large constant that is added to all cotangents of a row does not change the gradient.
 
-    This must hold even if y is rounded to 16 bits. The sum of a rounded row is not exactly 1.
+    In exact arithmetic, the constant cancels because each row of y sums to 1. If y is rounded to 16
+    bits, a row no longer sums to exactly 1. The constant must cancel in this case, too.
     """
     x, d = data((64, 8, cols), dtype), data((64, 8, cols), dtype, seed=1, scale=1.0)
     check("softmax", x, d + 100, axis=axis, implementation=implementation)

@@ -184,9 +184,10 @@ def test_a_reshape_of_the_softmax_s_own_axis():
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_of_jax(is_causal):
-    """The report has advice for the mask that `jax.nn.dot_product_attention` saves.
+    """The report has advice for `jax.nn.dot_product_attention`.
 
-    In each layer, the mask is as large as the logits.
+    This function saves the result of exp. With `is_causal`, it also saves the mask, which is
+    expanded to the shape of the logits. The report must have advice for both arrays.
     """
 
     def loss(q, k, v):

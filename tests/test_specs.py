@@ -1,4 +1,7 @@
-"""`Spec`, the static description of a pass, has only fields of its own family of operations."""
+"""A `Spec`, the static description of a pass, has only options of its family of operations.
+
+For example, the spec of a norm has no options that only losses have.
+"""
 
 import dataclasses
 

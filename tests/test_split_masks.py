@@ -48,9 +48,12 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda k: k.name)
+KINDS = [AxisType.Explicit, AxisType.Auto]
+
+
 @pytest.mark.parametrize(
-    ("name", "mask_shape", "bias_shape", "spec"), pairwise([*FUNCTIONS], PARTS, PARTS, SPECS)
+    ("name", "mask_shape", "bias_shape", "spec", "kind"),
+    pairwise([*FUNCTIONS], PARTS, PARTS, SPECS, KINDS),
 )
 def test_values_and_derivatives(name, mask_shape, bias_shape, spec, kind):
     """Results and derivatives equal those of one device, up to about a hundred roundings.

@@ -109,16 +109,17 @@ PROVIDERS: dict[str, Provider] = {
         ("jax", "jax-triton", "triton"),
         **_NO_PRODUCTS,
     ),
-    # Triton kernels, one provider with kernels for an A100 and one with kernels for an H100. They
-    # were compiled on another machine: see benchmarks/triton_programs.py.
+    # Two providers that run Triton kernels. One has kernels compiled for an A100, and the other has
+    # kernels compiled for an H100. All were compiled on another machine: see
+    # benchmarks/triton_programs.py.
     "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
     "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
     # jaxnorm has a single function for each of these blocks. This provider does not call it:
     # it calls jaxnorm's plain norm or softmax, and computes the rest in jax.numpy. For the blocks
-    # add_rms_norm and add_layer_norm, it is only measured with mixed dtypes. In a single dtype, the
-    # provider `jaxnorm` measures the same computations under other names: residual_rms_norm and
-    # residual_layer_norm.
+    # add_rms_norm and add_layer_norm, this provider is only measured with mixed dtypes. In a single
+    # dtype, it would run the same code as the provider `jaxnorm` runs for the blocks
+    # residual_rms_norm and residual_layer_norm.
     "composed": Provider(
         "jaxnorm composed",
         "jax",

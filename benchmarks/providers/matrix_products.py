@@ -1,8 +1,8 @@
 """Only the matmuls of a linear layer with a loss, as the reference for the times of fused losses.
 
-The functions have the signature of a loss with an additional operand, and the values that they
-return mean nothing. The additional operand stands for the gradient of the logits. Its numbers are
-normally distributed, because a GPU's clock depends on the values that it multiplies.
+The functions take the operands of a loss, and one more operand, which stands for the gradient of
+the logits. Its numbers are normally distributed, because a GPU's clock depends on the values that
+it multiplies. The values that the functions return mean nothing.
 
 Logits have the dtype of the loss: that of x for the cross-entropy, else float32. The classes are
 padded to a multiple of 8 outside of the measured time, because 16-bit matmuls are slow otherwise.
@@ -19,12 +19,15 @@ from benchmarks.losses import LOSSES
 Array = jax.Array
 
 
-def operands(*rows: Array) -> tuple[Array, ...]:
-    """Return the operands of the functions, given the row operands of the loss."""
-    # x, weight and labels; or x, weight, teacher_x and teacher_weight.
-    padded = [_padded(a) if i % 2 else a for i, a in enumerate(rows)]
-    shape = len(rows[0]), padded[1].shape[1]
-    return *padded, jax.random.normal(jax.random.key(0), shape, rows[0].dtype)
+def operands(*of_loss: Array) -> tuple[Array, ...]:
+    """Return the operands of the functions in this module, given the operands of the loss.
+
+    The operands of the loss are x, weight and labels; or x, weight, teacher_x and teacher_weight.
+    The weights are padded, and the additional operand is appended.
+    """
+    padded = [_padded(a) if i % 2 else a for i, a in enumerate(of_loss)]
+    shape = len(of_loss[0]), padded[1].shape[1]
+    return *padded, jax.random.normal(jax.random.key(0), shape, of_loss[0].dtype)
 
 
 def _padded(weight: Array) -> Array:
@@ -103,7 +106,7 @@ def of_two_layers(
 ) -> Array:
     """Run the matmuls of a divergence of two linear layers, with the gradients of the first one.
 
-    The sum of an element of each layer's logits is returned in place of the divergence.
+    Instead of a divergence, the function returns the sum of two numbers: one logit of each layer.
     """
     return _of_two_layers_forward(x, weight, teacher_x, teacher_weight, gradient)[0]
 

@@ -157,10 +157,12 @@ class Call:
         The tangent pass of a forward pass returns the tangents of all results. The tangent pass of
         a backward pass is the transpose of that backward pass.
 
-        `takes_h` is for norms without a residual addition. If it is True, the backward pass also
-        adds the cotangent of the residual branch to x's gradient. For this, x counts as a result
-        named h: the tangent pass also returns x's tangent, and the transpose of the tangent pass
-        also takes a cotangent named h.
+        `takes_h` is for norms that do not add a residual. It is used if x has a second use, such as
+        a residual branch, so that x's gradient is the sum of two cotangents. If `takes_h` is True,
+        the backward pass of the norm also takes the cotangent from the second use as an operand,
+        and adds it to its gradient of x. For this, x counts as a second result, named h: the
+        tangent pass also returns x's tangent, and the transpose of the tangent pass also takes a
+        cotangent named h.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -198,7 +200,8 @@ class Call:
     def with_gradient(self, gradient_dtype: np.dtype) -> "Call":
         """Return the forward pass of a loss, extended to also return the gradient of the logits x.
 
-        The cotangents of the results follow the operands.
+        The new pass takes the operands of this call and then, as additional operands, the
+        cotangents of its results.
         """
         outputs = (*self.spec.operation.results,)
         return self.replaced(outputs=outputs, wrt=("x",), gradient_dtype=gradient_dtype)
@@ -394,9 +397,10 @@ class Call:
         takes_inner = backends.implementation(name).takes_inner
         if strided is None or takes_inner is takes_no_inner:
             return in_rows
-        # If a parameter is scattered, it cannot be reshaped for arrays (rows, cols). Return the
-        # strided spec then, even if the implementation does not support it: the error message says
-        # why the implementation cannot run the strided spec.
+        # A parameter that is `scattered` cannot be reshaped for arrays (rows, cols). Return the
+        # strided spec in this case, even if the implementation does not support it. The
+        # implementation then refuses the call, and its error message says why it does not support
+        # the strided spec.
         return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
 
     @_once

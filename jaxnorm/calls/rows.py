@@ -246,18 +246,19 @@ class RowView:
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
-        """Return the view for another shape of x.
+        """Return a `RowView` with another shape of x, and with other normalised `axes`.
 
-        ``of(kind)`` returns the new shape of the operands of a kind.
+        ``of(kind)`` must return the new shape of the operand that is named `kind`, such as "scale"
+        or "mask". The number of labels of each row does not change.
         """
         view = RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
         return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
-        """Return the view for a batched call.
+        """Return the `RowView` of a call that is batched by `jax.vmap`.
 
-        x and the operands of these `kinds` get a new first axis, of length `size`. All batch
-        elements share the operands of the other kinds.
+        x and the operands whose names are in `kinds` get a new first axis, of length `size`. All
+        batch elements share the other operands.
         """
 
         def batched(kind: Kind) -> tuple[int, ...]:
@@ -276,10 +277,12 @@ class RowView:
 
         An array of x's shape becomes ``(rows, cols)``, and a statistic or label becomes
         ``(rows,)``. A parameter becomes ``(cols,)`` or ``(groups, cols)``. A mask of the logits, or
-        a bias that is added to the logits, becomes ``(n, cols)`` or ``(n, 1)``. Several rows of x
-        may use the same of these n rows: the method `shared` returns a map from the rows of x to
-        them. If `strided` is True, arrays become ``(outer, cols, inner)`` instead, and a parameter
-        that varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
+        a bias that is added to the logits, becomes ``(n, cols)`` or ``(n, 1)``. If n is smaller
+        than the number of rows of x, several rows of x use the same row of the mask or bias. The
+        method `shared` returns the map from rows of x to rows of the mask or bias.
+
+        If `strided` is True, arrays become ``(outer, cols, inner)`` instead, and a parameter that
+        varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
         """
         match kind:
             case "stat" | "label":

@@ -46,9 +46,11 @@ def can_partition(axes: Any) -> bool:
     """Return True if a partitioning rule can be used where a call is lowered.
 
     `axes` is the axis context of the lowering. The devices and the mesh must be known, and the mesh
-    must have no Explicit axes. This also excludes code inside `jax.sharding.auto_axes`, which makes
-    Explicit axes Auto in a part of a program: when JAX lowers the code of one shard, it would still
-    treat the axes as Explicit.
+    must have no Explicit axes.
+
+    Therefore, the rule is also not used inside `jax.sharding.auto_axes`. There, the axes are Auto
+    for a part of a program, but the mesh still has Explicit axes. The rule would fail: when JAX
+    lowers the code of one shard, it treats the axes as Explicit.
     """
     return (
         isinstance(axes, mlir.ShardingContext)

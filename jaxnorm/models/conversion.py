@@ -113,7 +113,8 @@ def decided(
       norms: a dict from paths to norms, with all norms of a model.
       classes: a dict from the package's norm classes to jaxnorm's.
       save: the mode that the user requested. Norms that must save their input get "input" instead.
-      calls: the argument ``calls`` of the conversion. Its sentences become part of the log line.
+      calls: the argument ``calls`` of the conversion. It has recorded to which modules it applies.
+        The log line also gets sentences about these modules.
       why_left: function that takes a norm. It returns the reason why the norm is left to its
         package, or None.
       why_input: function that takes a norm. It returns the reason why the norm must save its input,

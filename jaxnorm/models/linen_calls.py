@@ -49,9 +49,10 @@ def normalised(
 
     Args:
       norm: a module of Flax or of jaxnorm.
-      added: values of the fields that jaxnorm's norm modules have and Flax's do not have.
+      added: the values of `save`, `implementation` and `scale_offset` for this norm. Flax's norm
+        modules have no such fields.
       x, residual: the operands of the call.
-      judged: function that chooses the `save` mode; None to use the mode in `added`.
+      judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
     if isinstance(norm, nn.GroupNorm):
         return _of_groups(norm, added, x, judged)
@@ -146,14 +147,15 @@ def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
 
 
 class Stored:
-    """The norms that must save their input, according to the argument ``params`` of `converted`.
+    """The set of norms that must save their input instead of their output.
 
-    Two objects are equal if they have the same norms, so that `jax.jit` retraces only if these
-    change.
+    The set is determined from the values of the norms' parameters. These are in ``params``, an
+    argument of the context manager `converted`. Two `Stored` objects are equal if `reasons` has the
+    same keys, so `jax.jit` retraces only if the set of norms changes.
 
     Attributes:
-      reasons: a dict. A key is a norm's path and the name of its output's dtype. The value is the
-        reason why the norm must save its input.
+      reasons: a dict. A key is a pair: the path of a norm, and the name of a dtype. The norm must
+        save its input if its output has this dtype. The value is the reason.
     """
 
     def __init__(self, params: Any) -> None:
@@ -264,8 +266,8 @@ class Seen:
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
         # True if all modules of this record were also called in an earlier context with equal
-        # settings. Programs that were compiled in the earlier context may then have run in this
-        # context too. They do not call their Python modules again, so the record may lack modules.
+        # settings. `jax.jit` reuses programs that were compiled in that context. A reused program
+        # does not call its Python modules again, so this record may lack modules.
         is_part = before is not None and self.modules <= before
         names = before if before and is_part else self.modules
         conversion.log(

@@ -97,7 +97,8 @@ def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> n
 def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
     """Convert `given` to a NumPy dtype; raise TypeError unless it is a supported float dtype."""
     try:
-        # np.dtype(None) would be float64. np.dtype("None") raises TypeError, so None is refused.
+        # None must be refused, but np.dtype(None) is float64. So pass the string "None" in place of
+        # None: np.dtype("None") raises TypeError.
         resolved = np.dtype(given if given is not None else "None")
     except TypeError as error:
         raise TypeError(
@@ -397,8 +398,8 @@ def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
 def matrix(function: str, name: str, view: RowView) -> None:
     """Raise ValueError unless x has at least two axes and only the last one is normalised.
 
-    `name` is the name of the option that needs such an x. This is "causal": a causal mask needs an
-    axis of rows and an axis of columns.
+    `name` is the name of the option that needs such an x, for the error text. The only option so
+    far is "causal": a causal mask needs an axis of rows and an axis of columns.
     """
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
@@ -421,7 +422,7 @@ def number(
     try:
         if _is_boolean(value):
             raise TypeError("a boolean is no number")
-        given = math.ldexp(value, 0)  # float() would accept strings; ldexp raises TypeError.
+        given = math.ldexp(value, 0)  # Unlike float(), ldexp rejects strings.
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"

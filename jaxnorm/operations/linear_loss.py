@@ -92,12 +92,15 @@ def linear_softmax_cross_entropy(
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
     the dtypes of their arguments. For a mean or a sum, the forward pass computes the gradients and
-    saves only them, in these dtypes. float16 gradients are saved in float32, because they are
-    multiplied by the loss scale only in the backward pass. For policies of :func:`jax.checkpoint`,
-    the gradients are named ``jaxnorm_linear_gradient``. :func:`save_policy` does not save them,
-    because weight's gradient is as large as weight. With ``"none"``, the forward pass saves its
-    operands. Second-order derivatives, and `jax.vmap` over weights or over gradients of weight, are
-    supported but take more matmuls.
+    saves only them, in these dtypes. float16 gradients are saved in float32 instead. The loss scale
+    multiplies them only in the backward pass, and until then small gradients would underflow in
+    float16. For policies of :func:`jax.checkpoint`, the gradients are named
+    ``jaxnorm_linear_gradient``. :func:`save_policy` does not save them, because weight's gradient
+    is as large as weight. With ``"none"``, the forward pass saves its operands.
+
+    Three further cases are supported but take more matmuls: second-order derivatives, a `jax.vmap`
+    over several weights, and a `jax.vmap` that returns a separate gradient of weight for each batch
+    element.
 
     On a mesh, the rows, V and d may be sharded. If V is sharded, devices exchange row statistics in
     the loop. A weight that is sharded along d (FSDP) is gathered once, before the loop. Over mesh

@@ -148,10 +148,13 @@ class LinearLossCall:
     def kept(self) -> tuple[str, ...]:
         """Names of forward results that the tangent and the backward pass take as residuals.
 
-        There are no such results for losses and divergences. Their tangent and backward passes do
-        not depend on the forward pass, so a program that needs only the gradient does not run the
-        forward pass. A program that differentiates log-probabilities runs the forward pass anyway,
-        because it uses their values.
+        For losses and divergences, there are no such results: the tangent and backward passes do
+        not depend on the forward pass. So a program that needs only the gradient does not run the
+        forward pass.
+
+        For log-probabilities, results of the forward pass are residuals. This costs nothing extra,
+        because a program that differentiates log-probabilities also uses their values, and so runs
+        the forward pass in any case.
         """
         operation = self.operation
         if operation.results.keys() == {"y"}:
@@ -294,17 +297,20 @@ class Over:
     Attributes:
       rows: mesh axes over which the rows are sharded in the loop.
       classes: mesh axes over which the classes are sharded in the loop.
-      stored: a tuple of mesh axes for each of weight's two axes, d and V (the classes). These mesh
-        axes shard this axis of the user's weight, but in the loop they shard the rows. Weight is
-        gathered over them before the loop. Its gradient is reduce-scattered after the loop.
-      gathered: a tuple of mesh axes for each axis of x but the last. These mesh axes shard this
-        axis of the user's x, but in the loop they shard the classes. x is gathered over them before
-        the loop. Its gradient is reduce-scattered after the loop.
-      moved: a tuple of mesh axes for each axis of x but the last. These mesh axes shard the last
-        axis (d) of the user's x, but in the loop they shard this axis. Among the mesh axes that
-        shard this axis in the loop, they are the last (innermost) ones. An all-to-all before the
-        loop gives each device fewer rows, but all of their d columns. Another all-to-all after the
-        loop reverses this for the gradient of x.
+      stored: two tuples of mesh axes, one for each axis of weight: d and V (the classes). The
+        user's weight is sharded along d over the mesh axes in the first tuple, and along V over
+        those in the second. In the loop, these mesh axes shard the rows instead. So weight is
+        gathered over them before the loop, and its gradient is reduce-scattered over them after the
+        loop.
+      gathered: one tuple of mesh axes for each row axis of x, which is any axis but the last. In
+        the user's x, these mesh axes shard the row axis. In the loop, they shard the classes
+        instead. So x is gathered over them before the loop, and its gradient is reduce-scattered
+        over them after the loop.
+      moved: one tuple of mesh axes for each row axis of x. In the user's x, these mesh axes shard
+        d, the last axis. In the loop, they shard the row axis instead. They come after (inside) all
+        other mesh axes that shard the row axis. An all-to-all before the loop gives each device
+        fewer rows, but all of their d columns. Another all-to-all after the loop reverses this for
+        the gradient of x.
     """
 
     rows: tuple[str, ...] = ()
@@ -410,8 +416,9 @@ def forward_and_dlogits(
 ) -> list[jax.Array]:
     """Return the results of a chunk's forward pass, followed by the gradient of the logits.
 
-    The gradient is the same as that of `dlogits`. A single kernel may compute all of these arrays,
-    but it has no derivative. If `differentiable` is True, two passes compute them instead.
+    The gradient is the one that the function `dlogits` returns. A single kernel may compute the
+    results and the gradient together, but JAX cannot differentiate this kernel. If `differentiable`
+    is True, a forward and a backward pass run instead of it.
     """
     call = call.with_gradient(dtype)
     arrays = [*(operands[name] for name in call.primals), *cotangents]
@@ -453,9 +460,10 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 # With 4096 rows in a chunk, this adds 5 % to the time of the matmul that computes dW. With 2048
 # rows it adds 14 %, and with 1024 rows 49 % (H100, bfloat16).
 #
-# Large chunks need memory for their logits. The logits of up to d rows need no more memory than dW.
-# They are freed before a copy of dW with weight's dtype is allocated. So they do not raise
-# the peak of memory.
+# Large chunks need more memory for their logits. After the last chunk, the logits are freed, and
+# only then is dW copied to an array in weight's dtype. Logits that are no larger than this array do
+# not raise the peak memory. If logits and weight have the same dtype, these are the logits of up to
+# d rows, because the logits have the shape (rows, classes) and weight has the shape (d, classes).
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
 # The number of rows of a matmul's tile. The number of rows of a chunk is rounded up to a multiple
@@ -484,7 +492,8 @@ def chunk_rows(
     2. All rows, if their logits and dlogits are no larger than the accumulator, because a single
        chunk needs no accumulator. With 8192 rows, d = 4096 and 128256 classes, one chunk takes 36.6
        ms and 2.14 GB, and two chunks take 40.8 ms and 2.20 GB (H100).
-    3. max(2048, d), if the logits of so many rows take at most 1 GiB. Larger chunks take more
+    3. max(2048, d), if the logits of so many rows take at most 1 GiB. If a logit has twice as many
+       bytes as an element of the matmuls' operands, d is replaced by d / 2. Larger chunks take more
        memory. Smaller chunks take more time, because each chunk loads and stores the accumulator.
     4. The largest number of rows whose logits take at most 1 GiB, but at least 512.
 
@@ -523,10 +532,12 @@ def rows_beside_dlogits(
     The result is None if it needs more memory than a call that stores the dlogits of `chunk` rows
     and the accumulator.
 
-    Chunks of half as many rows leave more memory for dlogits. They are still faster: forward and
-    backward pass of a log-probability with 8192 rows, d = 2048 and 128256 classes take 27.7 ms with
-    all dlogits and chunks of 1024 rows, and 29.6 ms with an accumulator and chunks of 2048 rows.
-    With d = 4096, they take 52.0 ms and 55.2 ms, both with chunks of 2048 rows (H100).
+    If the dlogits of all rows need too much memory with chunks of `chunk` rows, chunks of half as
+    many rows are tried. Their logits take less memory. Storing all dlogits is faster than an
+    accumulator even with the smaller chunks. For 8192 rows, d = 2048 and 128256 classes, forward
+    and backward pass of a log-probability take 27.7 ms with all dlogits and chunks of 1024 rows.
+    With an accumulator and chunks of 2048 rows, they take 29.6 ms. With d = 4096 and chunks of 2048
+    rows, they take 52.0 ms with all dlogits, and 55.2 ms with an accumulator (H100).
 
     Args:
       chunk: number of rows of a chunk if the call does not store all dlogits.

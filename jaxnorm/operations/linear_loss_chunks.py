@@ -135,9 +135,10 @@ def _gathered(
 
 
 def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
-    """Exchange shards of x's columns for shards of its rows, by an all-to-all over `over.moved`.
+    """Exchange shards of x's columns for shards of its rows.
 
-    Afterwards, each device has fewer rows, but all of their columns.
+    The exchange is an all-to-all over the mesh axes in `over.moved`. Afterwards, each device has
+    fewer rows, but all of their columns.
     """
     for axis, names in enumerate(over.moved):
         for name in names:
@@ -146,9 +147,11 @@ def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
 
 
 def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
-    """Reverse `_moved` for x's gradient, by an all-to-all over `over.moved`.
+    """Exchange shards of the rows of x's gradient for shards of its columns.
 
-    Afterwards, each device has more rows, but only its shard of their columns.
+    This undoes the exchange that the function `_moved` did for x. It is an all-to-all over the mesh
+    axes in `over.moved`. Afterwards, each device has more rows, but only its shard of their
+    columns.
     """
     for axis, names in reversed([*enumerate(over.moved)]):
         for name in reversed(names):
@@ -261,9 +264,12 @@ class _Chunks:
     def accumulator(self) -> int:
         """Number of bytes of the array in which several chunks accumulate weight's gradient.
 
-        The result is 0 if a single chunk would also need an array of this size. There are two such
-        cases. The gradient itself may have the dtype of the sum. Or the dtype is float16, in which
-        the sum is multiplied by a power of two before it becomes the gradient.
+        The result is 0 if a single chunk also needs an array of this size and dtype. There are two
+        such cases:
+
+        * The gradient has the dtype of the sum. Then the array becomes the gradient itself.
+        * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
+          multiplied by a power of two before it is cast to the gradient's dtype.
         """
         has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
         dtype = self.gradient_dtype("weight", self.weight)
@@ -287,9 +293,11 @@ class _Chunks:
 
         The cotangents of a row are divided by its power of two to avoid underflow. This division is
         exact. The power of two is the magnitude of the row's largest cotangent, multiplied by the
-        scale of the logits, and rounded to a power of two. Some rows get the largest power of two
-        of the other rows of all devices: masked rows, and rows whose magnitude is 0 or not finite.
-        If there are no other rows, they get 1.
+        scale of the logits, and rounded to a power of two.
+
+        Masked rows, and rows whose magnitude is 0 or not finite, have no power of two of their own.
+        They get the largest power of two of all other rows, on all devices. If there are no other
+        rows, they get 1.
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
@@ -329,9 +337,9 @@ class _Chunks:
         return {name: jnp.zeros(shape, self.wide) for name, shape in shapes.items()}
 
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the gradients of sum(cotangents * results).
+        """Return a list of the gradients of sum(cotangents * results).
 
-        A forward pass also returns the losses of the rows, before the gradients.
+        If the call is a forward pass, the list starts with an array of the losses of all rows.
         """
         head, makes_losses = self.head, self.head.direction == "fwd"
         given = {"x": self.x, "weight": self.weight, "bias": self.bias}
@@ -341,9 +349,10 @@ class _Chunks:
         largest = jnp.ones((), self.wide)
         if self.dtype.name == "float16":
             sizes, largest = self.sizes(cotangents)
-            # For the gradients of weight and bias, the division by `sizes` is undone in two steps:
-            # each row is multiplied by its entry of `shares`, and the sum over the rows is
-            # multiplied by `largest`.
+            # The division by `sizes` must be undone in the gradients of weight and bias, which are
+            # sums over rows. Since sizes = shares * largest, this is done in two steps: each row is
+            # multiplied by its entry of `shares`, and the sum over the rows is multiplied by
+            # `largest`.
             shares = sizes / largest
             cotangents = [ct / _like(sizes, ct) for ct in cotangents]
         in_one = self.chunk == self.rows or self.holds_dlogits

@@ -195,8 +195,9 @@ class _LossRules(Rules[LinearLossCall]):
                 _split_rows(rows, name, of_rows, mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
-        # Exchange over the innermost mesh axis first. Each exchange then joins shards that are
-        # neighbours in d, so the elements of d stay in order.
+        # Exchange over the innermost mesh axis first. This mesh axis splits d into the smallest
+        # parts, so its devices have adjacent parts of d. The exchange joins these parts into a
+        # larger one, and the elements of d stay in order.
         for name in reversed(features):
             axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
             if axis is not None:
@@ -253,10 +254,10 @@ def _gathered_rows(
 ) -> tuple[tuple[str, ...], ...]:
     """Return, for each axis of x but the last, the mesh axes over which x is gathered.
 
-    x is gathered before the loop, over mesh axes that shard both this axis and the classes. Among
-    the mesh axes of this axis, they must be the last (innermost) ones, so that gathered rows are in
-    order. If they are not, or if weight is smaller than x, weight is gathered instead of x, and all
-    tuples are empty.
+    For each of these axes of x, the result is a tuple of the mesh axes that shard both the axis and
+    the classes. x is gathered over them before the loop. They must be the last (innermost) mesh
+    axes that shard the axis, so that gathered rows are in order. If they are not, or if weight is
+    smaller than x, weight is gathered instead of x, and all tuples are empty.
 
     Args:
       x, weight: types of the arrays.

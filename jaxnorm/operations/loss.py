@@ -164,8 +164,9 @@ def of_rows(
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
     if in_order != axes:
-        # A label is an index in row-major order of the axes as the user gave them. The call expects
-        # an index in ascending order of the axes, so transpose the logits.
+        # A label numbers the classes in row-major order of the class axes. The user's labels assume
+        # the order in which the user gave the axes. The call assumes ascending order. Instead of
+        # converting the labels, move the class axes of the logits into the user's order.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")
@@ -306,8 +307,8 @@ def masks(
 
     If `where` has as many axes as the logits, it is a mask of classes, and the second element of
     the pair is None. Otherwise, it is a boolean mask of positions or float weights of positions,
-    and the first element is None. `of` is a text for errors, such as "labels'". It says to whose
-    shape a mask or weights of positions must broadcast.
+    and the first element is None. `of` is a word in the possessive, such as "labels'", that is used
+    in errors. It names the array to whose shape a mask or weights of positions must broadcast.
     """
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):

@@ -202,8 +202,8 @@ def layer_norm(
     with ``save="output"``, and the accuracy of float32 with ``save="input"``.
 
     For second derivatives, prefer ``save="input"``. With ``save="output"``, second derivatives with
-    respect to ``scale`` have a relative error of about ``u / |scale|``, where u is the roundoff of
-    the output's dtype. They are NaN in columns with ``|scale| < 2**-60``.
+    respect to ``scale`` have a relative error of about ``u / |scale|``, where u is the unit
+    roundoff of the output's dtype. They are NaN in columns with ``|scale| < 2**-60``.
 
     GroupNorm (Wu and He, 2018, https://arxiv.org/abs/1803.08494) of images ``(N, H, W, C)`` with G
     groups of channels: reshape x to ``(N, H, W, G, C / G)``, and use ``axis=(1, 2, 4)`` with

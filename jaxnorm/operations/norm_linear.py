@@ -381,8 +381,8 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
     def refused(*arrays: jax.Array) -> jax.Array:
         """The branch for platforms without Mosaic kernels: its lowering raises ValueError.
 
-        It calls the norm with implementation "mosaic" and the matmul. The lowering of this norm
-        raises the error that all functions raise on such platforms.
+        It runs the norm and then the matmul. The norm has ``implementation="mosaic"``, so its
+        lowering raises the error that all functions of jaxnorm raise on such platforms.
         """
         call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
         for _ in range(arrays[0].ndim - len(norm.view.shape)):

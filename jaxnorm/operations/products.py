@@ -203,10 +203,10 @@ def _(
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
 
-    # Without a barrier around `kept`, XLA can fuse this tangent with the computation of dz. In
-    # unrolled layers, a barrier would also change the number of arrays that XLA stores. In an MLP
-    # without a gate, XLA would store one array less. In a gated MLP, it would store one array more,
-    # the gate. Without the barrier, XLA recomputes the gate.
+    # `linear` is called without a barrier around `kept`, so that XLA can fuse this tangent with the
+    # computation of dz. In unrolled layers, a barrier would also change what XLA stores. In an MLP
+    # without a gate, XLA would store one array fewer. In a gated MLP, XLA would store one more: the
+    # gate, which it recomputes if there is no barrier.
     return activated(activation, z, kept), linear(tangent, [kept], dz)
 
 

@@ -45,12 +45,14 @@ def compiled[**P, T](
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return three functions for calls with the same kinds of arguments.
+            """Return three functions for all calls in which the same arguments are arrays.
 
-            The first is the compiled function. The other two take a dict of all arguments: the
-            second returns the arguments that are arrays, the third the static arguments. The
-            arguments named in `either` may be arrays or numbers. `others` has the names of those
-            that are arrays in this call.
+            An argument that `either` names may be an array or a number. `others` names the
+            arguments in `either` that are arrays in these calls. The functions are:
+
+            1. The compiled function.
+            2. A function that takes a dict of all arguments and returns the arrays.
+            3. A function that takes a dict of all arguments and returns the static arguments.
             """
             taken = (*arrays, *others)
             statics = [name for name in parameters if name not in taken]

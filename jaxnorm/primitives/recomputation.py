@@ -139,9 +139,10 @@ def _lower_recomputed(
 ) -> list[jax.Array]:
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # The barrier must also include the cotangents. The bools do not depend on the backward
-        # pass, so a barrier around only the bools would delay nothing: XLA would compute f's
-        # derivative early and save it.
+        # The barrier makes the two bools wait for the cotangents, and f's intermediates depend on
+        # the bools. So the cotangents must be operands of the barrier, too. A barrier around only
+        # the bools would delay nothing, because the bools do not depend on the backward pass: XLA
+        # would compute f's derivative early and save it.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)
     return jaxpr_as_fun(jaxpr)(*operands)
@@ -187,17 +188,17 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# One primitive for a tangent pass and for its transpose. The first two operands are bools that are
-# always true:
+# One primitive for a tangent pass of f and for the transpose of this pass. Its first two operands
+# are bools that are always true. They delay f's intermediates, which depend on them: XLA must not
+# compute the intermediates before the backward pass. The parameter `awaits` tells the passes apart:
 #
-#     awaits=False    (true, true, *arrays, *tangents) -> tangent
-#     awaits=True     (true, true, *arrays, cotangent) -> cotangents       the transpose
+#     awaits=False    (true, true, *arrays, *tangents) -> tangent      the tangent pass
+#     awaits=True     (true, true, *arrays, cotangent) -> cotangents   the transpose
 #
-# XLA must not compute f's intermediates before the backward pass. So the intermediates depend on a
-# bool, and in the transpose, a barrier makes the two bools wait for the cotangent. There are two
-# bools because the gradients of `rows` and of `arrays` use separate intermediates (see
-# `recomputed`). `groups` has a number for each tangent: 0 for a tangent of `rows`, which uses the
-# first bool, and 1 for a tangent of `arrays`, which uses the second bool.
+# With `awaits=True`, a barrier makes the two bools wait for the cotangent. There are two bools
+# because the gradients of `rows` and of `arrays` use separate intermediates (see `recomputed`).
+# `groups` has a number for each tangent: 0 for a tangent of `rows`, which uses the first bool, and
+# 1 for a tangent of `arrays`, which uses the second bool.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 

@@ -303,9 +303,11 @@ def _report(
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
-    # The backward pass clips x_hat to the largest value that it can have. So even if x_hat consists
-    # of rounding errors only, the error of the gradient is at most about as large as the gradient.
-    # Therefore, the predicted relative error is limited to 1.
+    # The backward pass recovers x_hat and clips it to the largest value that a correct x_hat can
+    # have. So the computed gradient is not much larger than the correct one, even if the recovered
+    # x_hat consists of rounding errors only. The error of the computed gradient is then at most
+    # about as large as the correct gradient. Therefore, the predicted relative error is limited to
+    # 1.
     worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
     return NormReport(
         path=path,

@@ -116,7 +116,8 @@ def _region(logits: Sequence[Value]) -> dict[int, Value]:
 def _is_inside(value: Value, region: dict[int, Value]) -> bool:
     """Return True if an array is used only by arrays in `region` and by reductions.
 
-    `region` has the arrays of a divergence, by identity.
+    `region` is a dict of the arrays of a divergence. Its keys are the identities (`id`) of the
+    arrays.
     """
     return all(id(t) in region or t.made_by.startswith(_REDUCTIONS) for t in value.users)
 

@@ -91,7 +91,10 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the array on one device; in a scan, of the array of one iteration."""
+        """Number of bytes of the array on one device.
+
+        If each iteration of a scan computes such an array, this is the size of only one of them.
+        """
         return math.prod(self.local) * self.dtype.itemsize
 
 
@@ -355,9 +358,10 @@ GIVEN = ("argument", "layer's", "literal")
 
 
 def users(value: Value) -> Iterator[Value]:
-    """Yield all values that use a value directly, and all that use a cast or a copy of it.
+    """Yield the users of a value: the values that are computed from it in one step.
 
-    The casts and copies are yielded too. A copy is the result of a primitive in `NAMING`.
+    If a user is only a cast or a copy of the value, it is yielded, and its own users are yielded as
+    well. A copy is the result of a primitive in `NAMING`.
     """
     for user in value.users:
         yield user

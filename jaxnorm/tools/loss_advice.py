@@ -30,11 +30,13 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# The names, or beginnings of names, of primitives that code outside a loss may apply to the arrays
-# of the loss: their derivatives save no array of the logits' size. `_REDUCTIONS` is for advice to
-# use a loss that includes the linear layer. `_OF_LOGITS` is for advice to use a loss that takes
-# logits. After this second change, the program still has the logits, so it may also apply an argmax
-# to them.
+# Names of primitives, or beginnings of names. Code outside a loss may apply these primitives to the
+# arrays of the loss, because the derivatives of these primitives save no array of the logits' size.
+# There is one tuple for each of two kinds of advice:
+#
+# * `_REDUCTIONS` is for advice to use a loss that includes the linear layer.
+# * `_OF_LOGITS` is for advice to use a loss that takes logits. If the user follows it, the program
+#   still computes the logits, so code outside the loss may also apply an argmax to them.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
@@ -281,8 +283,8 @@ def _is_pick(user: Value) -> bool:
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
     """Return True if a value is used only by the loss and by primitives named in `others`.
 
-    `others` has names, or beginnings of names, of these primitives. `inside` are the arrays of the
-    loss.
+    `inside` are the arrays of the loss: a user that is one of them belongs to the loss. A string in
+    `others` is the name of a primitive, or the beginning of the names of several primitives.
     """
     members = {*map(id, inside)}
     return all(

@@ -176,9 +176,9 @@ def _missing_extras() -> Iterator[tuple[str, str]]:
 
 
 def _package_of(requirement: str) -> str:
-    """Return the name of the package to look for, to find out if a requirement is installed.
+    """Return the name of the package whose presence shows that a requirement is installed.
 
-    For ``jax[cuda13]``, this is JAX's CUDA plugin.
+    For the requirement ``jax[cuda13]``, this is the package of JAX's CUDA plugin.
     """
     name, of_jax = re.findall(r"^([\w.-]+)(?:\[(\w+)\])?", requirement)[0]
     return f"{name}-{of_jax}-plugin" if of_jax else name

@@ -106,8 +106,8 @@ def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int
     """Return, for each array that `advice` frees, the advice and the number of freed bytes.
 
     The number of bytes is the size of the array. If the program then saves other arrays instead,
-    the bytes of these other arrays are deducted: first from the largest freed array, and what
-    remains from the next largest ones.
+    their bytes are deducted from the largest freed array. If they are more than the size of that
+    array, the rest is deducted from the next largest one, and so on.
     """
     members = [v for v in advice.members if id(v) not in program.advised]
     members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)

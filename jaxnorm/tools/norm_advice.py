@@ -160,9 +160,10 @@ def _root(value: Value) -> Value:
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # The search ends at a matmul's result, also if the result has been cast. But a cast to more
-        # bits is followed back to the result. The program may cast the result separately for each
-        # use, and only the matmul's result is common to these uses.
+        # The search ends at a matmul's result, or at a cast of the result to the same or fewer
+        # bits. If the result was cast to more bits, the search goes on to the result itself. The
+        # program may do such a cast separately for each use, and then only the result is common to
+        # all uses.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -285,8 +286,9 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # An operand from outside the region is as large as x only if it is an outer product: an array
-    # with one number per row times an array with one number per column.
+    # By the definition of a region, its operands from outside have one number per row or per
+    # column. So if one of them is as large as x, it is a broadcast of such numbers, or an outer
+    # product: an array with one number per row times an array with one number per column.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]
@@ -381,7 +383,10 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Return the results that repeat an earlier result: the same array, cast to the same dtype.
+    """Return the duplicates among the results of a norm.
+
+    A result is a duplicate if it is a cast of the same array to the same dtype as an earlier
+    result.
 
     jaxnorm's norm returns a single array for all of these casts.
     """

@@ -18,7 +18,8 @@ from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# Functions that have no kernels. A value is the reason that the plan gives for the choice of XLA.
+# A dict that maps the name of each function without kernels to a reason. For such a function,
+# `implementation_for` reports that XLA runs it, and gives this reason.
 _XLA_ONLY = {
     "gated_linear": "its matmul is XLA's, which computes the rest in fusions",
     "activation_linear": "its matmul is XLA's, which computes the rest in fusions",

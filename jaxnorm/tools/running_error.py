@@ -72,7 +72,7 @@ class Bounded:
     __rmul__ = __mul__
 
     def __truediv__(self, other: "Bounded") -> "Bounded":
-        """Divide by an array whose elements are far from 0, compared to their error bounds."""
+        """Divide by `other`, whose elements must be much larger than their error bounds."""
         quotient = self.value / other.value
         least = np.abs(other.value) - other.error
         error = (self.error + np.abs(quotient) * other.error) / least

@@ -328,11 +328,11 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: a function. It takes the function that runs both passes of the case, and returns the
-        function that is called instead. Tests pass it to run the case under `jax.vmap` or on a
-        mesh.
-      read: a function. It takes a result of the function that `form` returns, and returns the part
-        of this array that belongs to the case. Under `jax.vmap`, for example, this is one batch
+      form: a wrapper. It takes the function that runs both passes of the case, and returns another
+        function, which is called in its place. Tests use it to run the case under `jax.vmap` or on
+        a mesh.
+      read: a function that extracts the case's part from an array that the wrapped function
+        returns. For example, if `form` applies `jax.vmap`, `read` returns the array of one batch
         element.
     """
     options = _OPTIONS.get(backends.local_platform())
@@ -366,7 +366,10 @@ def _is_differentiated(name: str, array: jax.Array) -> bool:
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the names of the implementations that run a jaxpr's calls here, in their order."""
+    """Return the name of the implementation that runs each call of a jaxpr on this platform.
+
+    The names are in the order of the calls.
+    """
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
 

@@ -76,8 +76,8 @@ class Residuals(NamedTuple):
     """The residuals that a tangent or a backward pass takes. Absent entries are None.
 
     Attributes:
-      saved: an operand or a result. The derivative recomputes from it what is not saved.
-        `Spec.starts_from` is its name.
+      saved: the operand or result from which the derivative recomputes all arrays that are not
+        saved. `Spec.starts_from` is its name.
       x: the operand x, if the derivative needs it in addition to `saved`. An operation with two
         norms needs it because it is the input of the first norm. An operation with branch_scale
         needs it for the gradient of branch_scale.
@@ -141,15 +141,16 @@ class Implementation(NamedTuple):
     """The functions of a backend, in the constant ``IMPLEMENTATION`` of its package.
 
     Attributes:
-      forward: a function that runs a forward pass. It returns the results that ``spec.outputs``
-        names. The other entries are None.
-      backward: a function that runs a backward pass. It returns the gradients, each in the dtype of
-        its operand. The gradient of logits_bias is returned only if the spec has a
-        `logits_bias_dtype`. If there is a sum h, the gradient of the residual is the gradient of h,
-        rounded to the residual's dtype. If h = x + residual, the gradient of x is this rounded
-        array, cast to x's dtype. For other sums h, x is normalised or scaled before the addition.
-        The gradients of x, scale and branch_scale may then be computed from the gradient of h
-        before it is rounded. If y has no cotangent, the gradient of h is the cotangent of h.
+      forward: a function that runs a forward pass. It returns a `Results` with the results that
+        ``spec.outputs`` names. The other fields are None.
+      backward: a function that runs a backward pass. It returns an `Operands` with the gradients,
+        each in the dtype of its operand. The gradient of logits_bias is returned only if the spec
+        has a `logits_bias_dtype`. If the call computes a sum h, the gradient of h is rounded to the
+        residual's dtype. The rounded array is the gradient of the residual. If h = x + residual,
+        the gradient of x is the rounded array, too, cast to x's dtype. If x is normalised or scaled
+        before it is added to the residual, the gradients of x, scale and branch_scale may be
+        computed from the gradient of h before it is rounded. If y has no cotangent, the gradient of
+        h is the cotangent of h.
       why_unsupported: a function that returns a sentence for users which says why the
         implementation cannot run a call, or None if it can run the call.
       why_not_default: a function that returns a sentence for users which says why this

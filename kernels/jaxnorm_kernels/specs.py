@@ -107,8 +107,8 @@ class NormOptions:
       interleaved: True if a pair of rotated columns is columns 2i and 2i + 1, False if it is
         columns i and `i + rotated / 2`.
       table_rows: how rows of x map to rows of the tables.
-      wide: True if this norm computes in float64 only because an array of the call that does not
-        belong to this norm is float64.
+      wide: True if this norm computes in float64 even if none of its own arrays is float64. It does
+        so if another array of the call is float64.
       scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter. It is 1
         for a parameter ``(cols,)``, which all rows of x share, and n for a parameter ``(n, cols)``.
         Each of these n rows is shared by ``rows / n`` consecutive rows of x.
@@ -245,14 +245,14 @@ class Spec:
       outputs: names of results and statistics. The forward pass returns them, the tangent pass
         returns their tangents, and the backward pass takes their cotangents. If "y" is not in
         `outputs`, the caller uses only the sum h. The forward pass of the xla implementation then
-        skips the norm, and the backward pass takes only the cotangent of h. A plain norm has no h,
-        so "h" then stands for x: the tangent of h is the tangent of x, and the backward pass takes
-        an extra cotangent of x and adds it to dx.
+        skips the norm, and the backward pass takes only the cotangent of h. A plain norm has no h.
+        If its `outputs` contain "h", the tangent pass returns the tangent of x in place of the
+        tangent of h. The backward pass takes an extra cotangent of x and adds it to dx.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
         requested (direction ``"bwd"``). A kernel may also return other gradients. A forward pass
-        with ``wrt`` of ``("x",)`` is the forward and the backward pass of a loss in one: it also
-        takes the cotangents of `outputs`, and returns the gradient of x.
+        with ``wrt`` of ``("x",)`` computes a loss and its gradient together: it also takes the
+        cotangents of `outputs`, and returns the gradient of x.
       axes: the normalised axes of the arrays. Kernels always get arrays whose last axis is
         normalised, or whose middle axis is normalised if `inner` is above 1. Only the xla
         implementation gets other axes.
@@ -260,9 +260,10 @@ class Spec:
       inner: if above 1, arrays have the shape ``(outer, cols, inner)`` (see `strided`) and are
         normalised over the middle axis. Only an implementation whose `takes_inner` returns True
         gets such a spec.
-      inner_cols: if above 1, a row consists of all columns of this many adjacent inner indices,
-        such as the channels of a group in GroupNorm. Statistics then have the shape ``(outer *
-        inner / inner_cols,)``.
+      inner_cols: if above 1, this many adjacent inner indices are normalised together, such as the
+        channels of a group in GroupNorm. A row then has ``cols`` elements: all elements with one
+        outer index and with these inner indices. Statistics then have the shape ``(outer * inner /
+        inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded. ``cols``
         is then the number of columns of all shards together. Only the xla implementation supports
         sharded columns.
@@ -457,7 +458,7 @@ class Spec:
 
     @functools.cached_property
     def returns_both(self) -> bool:
-        """True if the pass is the forward and the backward pass of a loss in one."""
+        """True if this pass computes a loss and its gradient together."""
         return self.direction == "fwd" and bool(self.wrt)
 
     @functools.cached_property
@@ -547,7 +548,10 @@ class Spec:
 
     @functools.cached_property
     def returns_mean(self) -> bool:
-        """True if the statistics include the mean: in a LayerNorm that saves its input."""
+        """True if the statistics include the mean.
+
+        They include it only in a LayerNorm that saves its input.
+        """
         return self.norm.subtract_mean and self.norm.saved == "input"
 
     @functools.cached_property

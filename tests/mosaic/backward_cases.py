@@ -157,9 +157,10 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     """Return `call` under `jax.jit`.
 
-    The body does not use `blocks`, the function that returns the number of blocks, because the
-    kernel looks up this function in its module. `blocks` is an argument only because the compiled
-    program depends on it: in this way, it becomes a part of the keys of `_program_once`'s cache.
+    `blocks` is the function `schedules.persistent_blocks`, which a test may replace. It returns the
+    number of blocks of a kernel. The kernel calls it through the module `schedules`, so this
+    function does not use the argument. `blocks` is an argument only to be a part of the keys of
+    `_program_once`'s cache, because the compiled program depends on it.
     """
     del blocks
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))

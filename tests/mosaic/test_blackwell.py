@@ -190,7 +190,10 @@ PLACED = [
 
 @pytest.fixture(params=[100, 120], ids=["B200", "RTX 50"])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Choose schedules for the sizes of one GPU, and return that GPU's compute capability."""
+    """Make the library choose schedules for one GPU, and return that GPU's compute capability.
+
+    The schedules depend on the GPU's number of multiprocessors and on the sizes of its memories.
+    """
     monkeypatch.setattr(gpu_module, "_local_gpu", lambda: GPUS[request.param])
     return request.param
 
@@ -209,7 +212,11 @@ def processes() -> Iterator[dict[int, ProcessPoolExecutor]]:
 
 
 def check(work: Any, capability: int, processes: dict[int, ProcessPoolExecutor]) -> None:
-    """Assert that the kernels compile and hardly spill, in the process for this GPU."""
+    """Assert that the kernels compile, and that they spill hardly any registers.
+
+    `processes` has one process for each compute capability. The kernels are compiled in the process
+    for `capability`.
+    """
     kernels = processes[capability].submit(compiled, work, capability).result()
     assert kernels
     assert max(kernel.spilled for kernel in kernels) <= SPILLED
@@ -297,9 +304,9 @@ def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
-        # This kernel has a row of each of two arrays in shared memory. Without a cluster, a block
-        # would need 256 KiB per array. Such rows need clusters of at least 16 blocks, or more
-        # shared memory.
+        # This kernel stores one row of each of two arrays in shared memory. Here, one row takes 256
+        # KiB, which the blocks of a cluster share out. The two rows fit only if a cluster has at
+        # least 16 blocks, or if a block has more shared memory.
         assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
     if spec.direction == "bwd" and spec.is_norm and spec.cols == 1001:

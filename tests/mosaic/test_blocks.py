@@ -119,7 +119,8 @@ def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
 def test_the_sum_stays_rounded(name: str, dtype: str, compiler: Compiler) -> None:
     """In XLA's code, two fusions compute the sum h (e.g. x + residual). Both round it to h's dtype.
 
-    JAX selects the code for the platform when it lowers, so the program contains no conditional.
+    The test also checks that the program contains no conditional. The code depends on the platform,
+    but JAX selects it during lowering, not when the program runs.
     """
     x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=compiler.sharding)
     function: Any = functools.partial(getattr(jaxnorm, name), implementation="xla")

@@ -80,14 +80,18 @@ def test_products(compiler: Compiler, reduction, rows, options):
         and _elements(kind) >= D * V
     ]
     assert len(made) == (1 if bodies else 0), made
-    # For log-probabilities, the logits are float32 and exist at the same time as their 16-bit
-    # gradient. So the peak is 6 bytes per logit of a chunk; for other losses, it is 2 bytes.
+    # For log-probabilities, a chunk's logits are float32, and their 16-bit gradient is a second
+    # array. Both exist at the same time, so the peak is 4 + 2 bytes per logit of a chunk. For other
+    # losses, the logits have 16 bits and the gradient overwrites them, so the peak is 2 bytes.
     chunk = 2 * options["chunk"] * V * (3 if reduction == "log_prob" else 1)
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + chunk
 
 
 def test_dlogits_take_the_logits_place(compiler: Compiler):
-    """The logits' gradient overwrites the logits, and the weight's gradient a donated weight."""
+    """The gradient of the logits overwrites the logits.
+
+    The gradient of the weight overwrites the weight, because the test donates the weight.
+    """
     program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     # One kernel is in the loop, and one precedes it.

@@ -119,8 +119,9 @@ SHAPES = [
 ]
 
 
-#: Shapes of calls with a residual: the shapes above that such calls support, and some shapes with
-#: other widths. The widths above are limits of rules of a schedule table; these lie between limits.
+#: Shapes of calls with a residual: the shapes in `SHAPES` that such calls support, and five more.
+#: Widths in `SHAPES` are limits at which a schedule table changes from one rule to the next. The
+#: widths of the five other shapes lie between two limits.
 RESIDUAL_SHAPES = [(rows, cols) for rows, cols in SHAPES if 8 <= cols <= 2**17]
 RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
 

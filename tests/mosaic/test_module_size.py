@@ -29,8 +29,8 @@ import jaxnorm
 # Compiling both passes for an H100 takes another 0.4 to 1 s. If the other cores are busy,
 # everything takes up to twice as long.
 #
-# In jax 0.11.2, calls with unaligned rows take 2 to 2.5 times as long as in 0.12.0, because its
-# layout inference prints operations in order to sort constraints.
+# In jax 0.11.2, calls with unaligned rows take 2 to 2.5 times as long as in 0.12.0. The reason is
+# that the layout inference of 0.11.2 prints operations in order to sort constraints.
 MOST = 16_000
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"

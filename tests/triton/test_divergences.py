@@ -114,7 +114,7 @@ def test_small_divergences(reverse, scheduled):  # noqa: F811
 def test_dx_where_x_lies(dtype, padding, reverse, scheduled):  # noqa: F811
     """The gradient may overwrite the logits, because each logit is read before it is overwritten.
 
-    Columns with which rows are padded are not classes, and have no effect.
+    Rows may have padding at their end. The padding columns are not classes, and have no effect.
     """
     from jaxnorm_kernels import triton
 

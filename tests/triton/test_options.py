@@ -38,10 +38,11 @@ def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def options_read(kernel: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Yield a pair for each attribute of a compile-time parameter that the kernel reads.
+    """Yield the attributes of compile-time parameters that a kernel reads.
 
-    The pair has the names of the parameter and of the attribute. A parameter is an argument of the
-    kernel's Python function.
+    A compile-time parameter is an argument of the kernel's Python function whose annotation is
+    `constexpr`. If the kernel reads ``parameter.attribute``, this function yields the two names
+    ``("parameter", "attribute")``.
     """
     parameters = {
         a.arg

@@ -141,9 +141,10 @@ _MULTIPLE = 8
 _MAX_ROWS = 2**31 - 2**16
 
 # Maps each dtype to the only matmul algorithm that the kernel implements for it. The setting
-# ``jax.default_matmul_precision`` may name an algorithm, in upper case. The kernel then supports a
-# call only if this is its own algorithm. Other settings, such as "float32", are always satisfied:
-# the kernel adds in float32, and products of 16-bit numbers are exact in float32.
+# ``jax.default_matmul_precision`` may name an algorithm, in upper case. If it does, the kernel
+# supports a call only if the setting names the algorithm in this table. The setting may also name a
+# precision, such as "float32". The kernel meets every precision: it adds in float32, and products
+# of 16-bit numbers are exact in float32.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -290,9 +291,13 @@ def _shared(
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
+    The other `arrays` are those whose tiles must have the same swizzle as the tiles of
+    ``arrays[0]``. Shared memory for their tiles is not returned. `shape` is the shape of the
+    returned memory.
+
     The layout has the widest swizzle that fits, up to 128 bytes. A swizzle of n bytes fits if n
-    divides the number of bytes in a row of the tile, and also in a row of each of `arrays`. If
-    tiles of several arrays must have the same swizzle, all of these arrays are in `arrays`.
+    divides the number of bytes in a row of the tile and the number of bytes in a row of each of
+    `arrays`.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(

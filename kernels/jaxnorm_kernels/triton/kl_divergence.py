@@ -21,8 +21,9 @@ The sums of the threads are merged in the same way. If all logits of P and Q are
 r_P = r_Q, so all terms of a and b are exactly 0. For a small u, e_Q - e_P is computed as e_P times
 a polynomial of u, which avoids cancellation.
 
-The backward pass needs no sum over a row. p and q are the teacher's and the student's
-probabilities, and dy is the cotangent of the divergence. The gradient of the student's logits is:
+The backward pass needs no sum over a row. Unlike P and Q, p and q do not depend on ``reverse``: p
+are always the teacher's probabilities, and q are the student's. dy is the cotangent of the
+divergence. The gradient of the student's logits is:
 
     dz = dy (q - p)                                        for KL(p || q)
     dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
@@ -223,13 +224,15 @@ def _add(
     below_p, below_q = g_p - higher_p[:, None, :, None], g_q - higher_q[:, None, :, None]
     e_p, e_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     u = _difference(below_p, below_q, pair)
-    # Both factors of e_P * u get lower bounds, so that the product is never 0 * inf = NaN:
-    # - If P is 0, e_P is 0, and u is -inf (or NaN, if Q is 0 too). The product should be 0. With
-    #   the bounds, it is about -1e-36, which is negligible.
-    # - If Q is 0, u is inf. The product should be inf, even if P is so small that e_P is 0 in
-    #   float32. With the bound _TINY, it is.
-    # - If u is finite and below _LOWEST_U, e_P is 0. The product is negligible, as in the first
-    #   case.
+    # Compute e_P * u with lower bounds: _TINY for e_P, and _LOWEST_U for u. Without these bounds,
+    # the product could be 0 * inf, which is NaN. The bounds matter in three cases:
+    # - P is 0. Then e_P is 0, and u is -inf (or NaN, if Q is 0 too). The product should be 0. With
+    #   the bounds, it is _TINY * _LOWEST_U, about -1e-36, which is negligible.
+    # - Q is 0, and P is not. Then u is inf. The product should be inf, even if P is so small that
+    #   e_P is 0 in float32. With the bounds, it is inf, because _TINY * inf is inf.
+    # - u is finite and below _LOWEST_U. Then d_P = u + d_Q is below _LOWEST_U, too, because d_Q is
+    #   at most 0. So e_P = exp(d_P) is 0 in float32. As in the first case, the product is
+    #   negligible.
     of_ratio = tl.maximum(e_p, _TINY) * tl.maximum(u, _LOWEST_U)
     series = (1.0 / 2.0) - u * ((1.0 / 6.0) - u * ((1.0 / 24.0) - u * (1.0 / 120.0)))
     of_difference = tl.where(tl.abs(u) < _SMALL, of_ratio * (u * series - 1.0), e_q - e_p)
@@ -239,10 +242,10 @@ def _add(
 
 @triton.jit
 def _difference(p, q, pair: tl.constexpr):
-    """Return the differences of the logits z = f * g(x) of P and Q.
+    """Return f_P * p - f_Q * q, the differences of P's and Q's logits z = f * g(x).
 
-    `p` and `q` are the values of g for P and for Q. If two logits and their caps are equal, the
-    difference is exactly 0.
+    `p` and `q` are the values g(x) of P's and Q's logits, or differences of such values. If `p` and
+    `q` are equal, and f is the same for P and Q, the result is exactly 0.
     """
     if pair.p.factor == pair.q.factor:
         u = pair.p.factor * (p - q)
@@ -260,7 +263,8 @@ def _rescaled(sums, m_p, m_q, pair: tl.constexpr):
     old_p, old_q, s_p, s_q, a, b = sums
     below_p, below_q = tl.maximum(old_p - m_p, FAR), tl.maximum(old_q - m_q, FAR)
     r_p, r_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
-    # If the sum a is infinite, it stays infinite, even if r_p is 0.
+    # If the sum a is infinite, it must stay infinite. If r_p is 0, the product a * r_p would be
+    # NaN.
     rescaled = (a + s_p * _difference(below_p, below_q, pair)) * r_p
     a = tl.where(a == float("inf"), float("inf"), rescaled)
     return m_p, m_q, s_p * r_p, s_q * r_q, a, b * r_p + s_q * (r_q - r_p)

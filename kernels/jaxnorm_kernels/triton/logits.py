@@ -180,9 +180,9 @@ def term_of_total(y, d, logits: tl.constexpr):
 def total_of(terms, weights, logits: tl.constexpr):
     """Return each row's total (see `term_of_total`), an array `(tile_rows, 1)`.
 
-    `terms` is a tile with sums of terms of the total, and `weights` is a tile with sums of y.
-    Column i of these tiles has the sum over the elements in column i of all blocks of the row. This
-    function adds up the columns.
+    `terms` is a tile with partial sums of the results of `term_of_total`: column i has the sum over
+    column i of all blocks of the row. In the same way, `weights` has partial sums of y. This
+    function adds up the columns of each tile.
     """
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:

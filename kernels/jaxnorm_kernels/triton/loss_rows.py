@@ -113,7 +113,7 @@ def launch_backward(
 ) -> Operands:
     """Launch a backward kernel, and return the gradient of x.
 
-    Each program computes one block of a tile's rows.
+    Each program computes the gradient in one block (a range of columns) of the rows of one tile.
     """
     layout = Layout.of(spec, schedule)
     (tiles,) = schedule.grid(spec)
@@ -177,8 +177,9 @@ def over_blocks(
     """Add all blocks of a tile's rows to the sums of each thread, and return the sums.
 
     `counts` is a mask of the rows whose results are computed. If it is False for all rows of the
-    tile, the blocks that lie entirely inside the rows are skipped, because nothing needs their
-    sums.
+    tile, nothing needs the sums, so the blocks that lie entirely inside the rows are skipped. The
+    other blocks are at the ends of the rows. They are added in any case, because the code that adds
+    them is not part of the loop.
 
     ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds one block to the sums.
     `first` is the number of elements from the start of the first block to the start of this block.
@@ -208,10 +209,11 @@ def store_block(
     options: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Store the gradient of the block that this program computes in the backward pass.
+    """Compute and store this program's part of the gradient, in the backward pass.
 
-    ``store(pointers, row, exists, nth, layout, options, tiling, is_whole)`` stores the gradient of
-    block number `nth` of the rows. `is_whole` is True if the block lies entirely inside the row.
+    The part is one block (a range of columns) of the rows of one tile. ``store(pointers, row,
+    exists, nth, layout, options, tiling, is_whole)`` computes and stores the gradient in block
+    number `nth` of the rows. `is_whole` is True if the block lies entirely inside the row.
     """
     row, exists = rows_at(tl.program_id(0) // layout.blocks, rows, tiling)
     nth = tl.program_id(0) % layout.blocks
@@ -231,8 +233,8 @@ def block_at(row, exists, nth, layout: tl.constexpr, tiling: tl.constexpr, is_wh
     1. The offsets of the block's elements from the start of the array.
     2. A mask of the elements that exist.
     3. The indices of the elements in the block, which start at 0.
-    4. For each row, the index in the block of the row's first column. It is negative if this column
-       is in an earlier block.
+    4. For each row, the index of the row's first column, counted from the start of the block. It is
+       negative if this column is in an earlier block.
     """
     begin, lead = start(row, tiling.cols, layout.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block

@@ -47,12 +47,12 @@ from jaxnorm_kernels.triton.launch import Gpu, launch, local_gpu
 from jaxnorm_kernels.triton.logits import sums_columns
 from jaxnorm_kernels.triton.tiles import Tiling
 
-_WARP = 32  # threads in a warp
-_REGISTERS = 2**16  # registers of an SM
+_WARP = 32  # number of threads in a warp
+_REGISTERS = 2**16  # number of registers of an SM
 _MOST_REGISTERS = 255  # maximum number of registers of a thread
-_VECTOR = 16  # bytes of the widest load of a thread
-_BYTES_UNDER_WAY = 64 * 1024  # bytes in flight per SM that saturate memory, timed on an H200
-_EXCHANGE = 5  # bytes of shared memory per element of a tile, for exchanges between threads
+_VECTOR = 16  # number of bytes of the widest load of a thread
+_BYTES_UNDER_WAY = 64 * 1024  # number of bytes in flight per SM that saturates memory (H200)
+_EXCHANGE = 5  # number of bytes of shared memory per element of a tile, for exchanges of threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +138,16 @@ class Line:
       cols: the line is only for rows of up to this many columns; None for any number of columns.
       warps: the number of warps (of 32 threads) in a program.
       per_sm: the number of programs that must fit into an SM at the same time. This limits the
-        registers of a thread.
-      values: the number of values that a thread holds of each piece. A piece is one of the tiles
-        into which a row is split.
-      share: the number of elements in a tile of several rows. Several rows share a tile if a row
-        has fewer elements than this number. 0 if each tile has a single row.
+        number of registers per thread.
+      values: the maximum number of columns in a tile, divided by the number of threads in a
+        program. Longer rows are split into several tiles.
+      share: the maximum number of elements in a tile of several rows. Short rows share a tile if at
+        least two of them fit into this number of elements. 0 if each tile has a single row.
       stages: the maximum number of tiles that a persistent program has in flight. In a forward
-        pass, a line whose `stages` is above 1 is only for norms with a single operand of x's shape.
+        pass, a line whose `stages` is above 1 is only for norms that have no operand of x's shape
+        but x.
       hold_params: as in `Schedule`; only for the backward pass of a norm.
-      looped: True if a program loads the row piece by piece and never holds all of it.
+      looped: True if a program loads a row tile by tile and never holds all of it.
       mean: True if the line is only for norms that subtract a mean, False if it is only for other
         norms, None if it is for both.
       unaligned: True if the line is only for rows whose length is not a multiple of 16 bytes, False
@@ -198,13 +199,13 @@ SOFTMAX_FORWARD = (
     # with this line.
     Line(8192, warps=8, per_sm=4),
     Line(32768, warps=32, per_sm=1),
-    # With the lines below, rows are loaded twice. The second load hits the L2 cache, which has room
-    # for all rows that are being processed.
+    # Programs of the lines from here on load rows twice. The second load hits the L2 cache, which
+    # has room for all rows that are being processed.
     #
-    # This line is for unaligned rows. There, each value needs a separate address. With the schedule
-    # of the next line, a thread would have 16 values, and registers would spill: 50257 columns
-    # (GPT-2) would take 1.25 times as long as with this line. With 32 warps, they would take 1.09
-    # times as long.
+    # This line is for unaligned rows, in which each value needs a separate address. A thread has 8
+    # values. With the schedule of the next line, a thread would have 16 values, and registers would
+    # spill: 50257 columns (GPT-2) would take 1.25 times as long as with this line. If this line had
+    # 32 warps instead of 16, the same columns would take 1.09 times as long.
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True, itemsize=2),
     # With the schedule of the next line, 128256 columns (Llama 3) would take 1.08 times as long as
     # with this line.
@@ -392,12 +393,12 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 # 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
-# A program has _LOSS_WARPS warps by default, and at most _MOST_LOSS_WARPS. It gets more warps than
-# the default if each of them still loads at least _LOSS_BYTES_OF_A_WARP bytes of a row, or if there
-# are few rows. By default, programs are small, so that some programs start while others load. If
-# each warp loads enough bytes, the time for starting a program and for merging its sums does not
-# matter. Large programs are then better: fewer rows are in flight, so all SMs finish at about the
-# same time.
+# A program has _LOSS_WARPS warps by default, and at most _MOST_LOSS_WARPS. By default, programs are
+# small, so that some programs start while others load. A program gets more warps in two cases. In
+# the first case, rows are so long that each warp still loads at least _LOSS_BYTES_OF_A_WARP bytes.
+# The time for starting a program and for merging its sums then does not matter, and large programs
+# have an advantage: fewer rows are in flight, so all SMs finish at about the same time. In the
+# second case, there are too few rows to occupy all SMs.
 #
 # The forward pass of a divergence computes more for each element. So its programs stay small unless
 # there are few rows. Its threads hold 32 bytes of each of the two rows, and do not load ahead. With

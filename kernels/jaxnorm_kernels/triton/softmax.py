@@ -266,9 +266,8 @@ class Programs:
     Attributes:
       col_blocks: the number of blocks into which the columns are divided.
       bias_tiles: the number of tiles into which the rows of the bias are divided.
-      splits: the number of programs among which the rows of x that share a row of the bias are
-        divided.
-      each: the number of these rows of x that each of these programs processes.
+      splits: the rows of x that share a row of the bias are divided among this many programs.
+      each: for each row of the bias, the number of rows of x that one program processes.
       tile_shares: True if all rows of x in a tile use the same row of the bias, False if each of
         them uses a different row of the bias.
     """

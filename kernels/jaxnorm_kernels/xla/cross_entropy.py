@@ -110,8 +110,8 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
     # s is the sum of `others` and the label's term exp(z_label - m), where z are the logits. log1p
-    # takes s - 1, so `own` is the label's term minus 1. If the label's column is masked, the term
-    # is 0, and `own` is -1.
+    # takes s - 1, which is computed as `others` + `own`. So `own` is the label's term minus 1. If
+    # the label's column is masked, the term is 0, and `own` is -1.
     own = jnp.expm1(f_times(kept_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
@@ -165,8 +165,8 @@ def probabilities(
     """Return five arrays: g(x), p, lse, and two masks.
 
     The first mask is True for entries that affect the results: entries that are unmasked, and
-    entries in the label's column. The second mask is True in the label's column. In rows without an
-    entry (see the module docstring), lse is 0.
+    entries in the label's column. The second mask is True in the label's column. If ``positions``
+    is False for a row, or if all its columns are masked, its lse is 0.
     """
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = columns(x.shape, spec) == label
@@ -331,7 +331,8 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
     """Return log(p) + H, or 0 where p is 0. H is the entropy, -sum(p * log(p)).
 
-    The argument `x` is g of the logits, not the logits themselves, as in `probabilities`.
+    The argument `x` is the array g(x) that `probabilities` returns. It does not contain the logits
+    z = f * g(x).
     """
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)

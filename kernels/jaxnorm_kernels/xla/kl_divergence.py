@@ -58,8 +58,9 @@ from jaxnorm_kernels.xla.reductions import (
 )
 
 # The module docstring explains the symbols. If |u| is below this number, e_Q - e_P is computed as
-# e_P * expm1(-u). Otherwise, e_P is subtracted from e_Q. For large |u|, this is accurate, and the
-# product could fail: e_P might underflow to 0, and expm1(-u) might overflow.
+# e_P * expm1(-u). Otherwise, e_P is subtracted from e_Q. For large |u|, the subtraction is
+# accurate, whereas the product e_P * expm1(-u) could fail: e_P might underflow to 0, and expm1(-u)
+# might overflow.
 _SMALL = 1.0
 
 
@@ -144,7 +145,9 @@ def _inputs(
 
 
 def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
-    """Return a mask of the rows that have an entry (see the module docstring).
+    """Return a mask of the rows that take part in the results.
+
+    These rows have at least one unmasked class, and ``positions`` does not exclude them.
 
     The normalised axes have size 1 in the result.
     """
@@ -158,7 +161,7 @@ def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
 
 
 class _Depths(NamedTuple):
-    """The depths z - max(z) of logits z = factor * g, as two factors: `below` * `factor`.
+    """The depths z - max(z) of logits z = factor * g. They are the product `below` * `factor`.
 
     Attributes:
       below: the array g - max(g), where max(g) is the maximum of each row.

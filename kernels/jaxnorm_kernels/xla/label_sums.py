@@ -106,8 +106,9 @@ def times(v: jax.Array, factor: Scale) -> jax.Array:
 
 # A row is reshaped to a matrix whose columns are called lanes. The preferred number of elements of
 # a lane is cols ** _EXPONENT. A lane has at least _SHORTEST and at most _LONGEST elements, and
-# there are at least _LANES lanes. Each lane has a copy of the row's maximum m, so shorter lanes
-# need more copies. Longer lanes make the gather slow. The optima measured on an x86 CPU with 2
+# there are at least _LANES lanes. Short lanes have a disadvantage: there are many of them, and each
+# has a copy of the row's maximum m. Long lanes have a different disadvantage: the lane of the label
+# is gathered from each row, which is slow for a long lane. The optima measured on an x86 CPU with 2
 # cores are lanes of 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
 _SHORTEST, _EXPONENT, _LONGEST, _LANES = 8, 0.3, 2048, 32
 
@@ -193,7 +194,7 @@ def exponentials_but_label(
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
-    """Return elements of each row of x. `column` has the indices of their columns for each row."""
+    """From each row of x, return the elements in the columns that `column` lists for this row."""
     return jnp.take_along_axis(x, column, -1, mode="promise_in_bounds")
 
 

@@ -106,11 +106,12 @@ def _floor_jvp(
 def _straight_through[T](
     f: Callable[[jax.Array, T], jax.Array],
 ) -> Callable[[jax.Array, T], jax.Array]:
-    """Return `f`, which only rounds or clips its argument, with the derivative of the identity.
+    """Return a function with the values of `f` and the derivative of the identity.
 
-    Second derivatives need this, because the derivative of `jnp.clip` is 0 beyond the bound. For
-    example, x_hat of a one-hot row is at its bound, so rounding errors decide whether it is
-    clipped. The derivative of x_hat must not depend on that.
+    `f` must only round or clip its first argument. Second derivatives need the derivative of the
+    identity, because the derivative of `jnp.clip` is 0 beyond the bound. For example, x_hat of a
+    one-hot row is at its bound, so rounding errors decide whether it is clipped. The derivative of
+    x_hat must not depend on that.
     """
     wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
     wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))

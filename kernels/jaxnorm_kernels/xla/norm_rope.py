@@ -136,9 +136,9 @@ def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
-    """Concatenate the columns `head` with the last columns of `rest`.
+    """Return `rest` with its first columns replaced by `head`.
 
-    `head` has the columns that are rotated. They replace the same columns of `rest`.
+    `head` has the first ``spec.norm.rotated`` columns, after the rotation.
     """
     return jnp.concatenate([head, rest[..., spec.norm.rotated :]], axis=-1)
 

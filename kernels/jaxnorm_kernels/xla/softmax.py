@@ -193,7 +193,8 @@ def _without_masked_nan(y: jax.Array, mask: jax.Array | None, spec: Spec) -> jax
     """
 
     def masked(y: jax.Array) -> jax.Array:
-        return jnp.where(_kept(mask, y.shape, spec), y, 0)
+        kept = _kept(mask, y.shape, spec)
+        return y if kept is None else jnp.where(kept, y, 0)
 
     def masked_if_nan(y: jax.Array) -> jax.Array:
         axes = [axis % y.ndim for axis in spec.axes]

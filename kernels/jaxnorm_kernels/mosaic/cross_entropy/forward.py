@@ -64,8 +64,8 @@ from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
 #: A tuple (m, s) or (m, s, t) of the columns that have been read so far. The module's docstring
-#: defines m, s, r and T. With label smoothing, t is the sum of x - r. If the entropy is returned, t
-#: is T / f, where f is the factor of the logits f * g(x). Otherwise, there is no t.
+#: defines m, s, r and T. t exists in two cases. With label smoothing, t is the sum of x - r. If the
+#: entropy is returned, t is T / f, where f is the factor of the logits f * g(x).
 Sums = tuple[jax.Array, ...]
 
 
@@ -94,7 +94,10 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 
 
 def takes_80_registers(spec: Spec) -> bool:
-    """Return True if a thread needs 80 registers: with a third sum, or with tanh."""
+    """Return True if a thread needs 80 registers instead of 64.
+
+    A thread needs them if it computes a third sum (see `Sums`), or the tanh of a softcap.
+    """
     return sums_of(spec) > 2 or spec.loss.logit_softcap is not None
 
 

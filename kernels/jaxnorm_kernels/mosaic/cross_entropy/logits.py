@@ -50,7 +50,7 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
 
 
 def finite(exponent: jax.Array) -> jax.Array:
-    """Return `exponent`, raised to `_FAR` if it is smaller, so that its multiples stay finite."""
+    """Return the maximum of `exponent` and `_FAR`, so that multiples of the result are finite."""
     return jnp.maximum(exponent, _FAR)
 
 

@@ -27,7 +27,8 @@ VECTOR_BYTES = 16
 # The start address and the number of bytes of an asynchronous copy must be multiples of this
 # number.
 COPY_BYTES = 16
-# Minimum number of elements in a vector that `fitting_vector` may return instead of a longer one.
+# `fitting_vector` may return a shorter vector than requested, but a shorter vector has at least
+# this many elements.
 LEAST_VECTOR = 4
 
 # Pallas has no public types for register layouts and refs.

@@ -214,10 +214,11 @@ def load_arrays(
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
-    """Load one array from each ref for each of `starts`.
+    """For each ref and each start, load one array.
 
     The arrays have the given shape and tiled layout. A start is the position in the ref at which an
-    array begins, counted in elements.
+    array begins, counted in elements. The result is a list, in which the arrays of one ref are
+    adjacent.
     """
     arrays, of_threads = [], dict[Places, Word]()
     for ref in refs:

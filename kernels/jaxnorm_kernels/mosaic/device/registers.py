@@ -144,8 +144,8 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
 def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
     """Store `value` in a ref in global memory, rounded to the dtype of `ref`.
 
-    Mosaic's own stores use generic addresses. A generic address might be in shared memory, so later
-    loads from shared memory wait for these stores.
+    This function uses global addresses. Mosaic's own stores use generic addresses, which might be
+    in shared memory, so later loads from shared memory would wait for them.
     """
     if is_interpreted():
         store(ref, value)

@@ -52,7 +52,7 @@ def thread_sum(unit: jax.Array) -> jax.Array:
 
 
 def spread(value: jax.Array, v: int) -> jax.Array:
-    """Repeat each thread's value v times: ``(4, 32)`` to ``(4, 32 v)``."""
+    """Make `v` copies of each thread's value: ``(4, 32)`` becomes ``(4, 32 * v)``."""
     shape = (WARPS, WARP * v)
     if v == 1:
         return value

@@ -75,10 +75,10 @@ class BackwardRefs(NamedTuple):
     def of(
         cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
     ) -> "BackwardRefs":
-        """Return the arguments `refs` of a kernel's body, split into the attributes of this class.
+        """Split `refs`, all arguments of a kernel's body, into the attributes of this class.
 
-        `sizes` is `RowOperands.sizes`. The arguments `results` and `partials` are the lengths of
-        the attributes `results` and `partials`.
+        `sizes` is `RowOperands.sizes`. The numbers `results` and `partials` say how many refs
+        belong to the attribute of the same name.
         """
         return cls(*split(refs, *sizes, results, partials))
 
@@ -93,7 +93,7 @@ class Formula(Protocol):
     * `stats` and `totals`: values that depend only on the row.
     """
 
-    #: Number of row operands that `terms` reads: the first `summed` of all row operands.
+    #: Number of row operands that `terms` reads. They precede all other row operands.
     summed: int
     #: Number of sums along a row that `finish` needs.
     row_sums: int

@@ -69,8 +69,8 @@ def run(
       scratch: shared memory and barriers. By default, the tile determines them.
       blocks: number of blocks. By default, the tile determines it.
     """
-    # JAX caches the traced body, so the body must not refer to the traced operands, but only to
-    # their number.
+    # JAX caches the traced body, so the body must not refer to the traced operands. It may use only
+    # how many operands of each kind there are.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:

@@ -51,9 +51,9 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
-# Number of partial sums of a column that a thread loads at once. A block accumulates one partial
-# sum of each column for each row index of a tile: it adds the row with this index of all tiles.
-# When all tiles are processed, the block adds the partial sums of each column.
+# Number of partial sums of a column that a thread loads at once. For each column, a block has as
+# many partial sums as a tile has rows: row i of every tile is added to partial sum i. After the
+# last tile, the block adds up the partial sums of each column.
 _ADDED_AT_A_TIME = 8
 
 #: Values of a tile's rows. The list has one array for each fragment (range of columns) of a
@@ -96,9 +96,10 @@ class _NarrowRowsKernel:
       stages: the ring of stages.
       held: the ring's memory for each row operand, ``(stages, rows, cols)``.
       share: which rows the block processes.
-      shared: refs in shared memory, one for each fragment (range of columns). They are used after
-        the last step. Until then, each row of a tile has its own column sums, in registers. A ref
-        receives these sums, ``(rows of a tile, columns)``, and its rows are then added.
+      shared: refs in shared memory, one for each fragment (range of columns). They are used only
+        after the loop. During the loop, an array ``(rows of a tile, columns)`` in registers
+        contains the partial sums of each fragment. After the loop, this array is stored in the
+        fragment's ref, and the rows of the ref are added.
     """
 
     work: TileWork
@@ -152,10 +153,10 @@ class _NarrowRowsKernel:
         return [self.work.statistics(first + top) for top in self.tops]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """Return `term` with 0 in stale rows, whose terms the previous step has already added.
+        """Return `term`, with 0 in stale rows. The previous step adds the terms of these rows.
 
-        Row i of `term` belongs to the row with index ``first + i`` of the array, which is a row of
-        step `k`.
+        Row i of `term` belongs to row ``first + i`` of the array. All rows of `term` are processed
+        in step `k`. A row is stale if it also belongs to the previous step (see `Share`).
         """
         if not self.share.has_stale_rows:
             return term

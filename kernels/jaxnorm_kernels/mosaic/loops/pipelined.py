@@ -161,7 +161,11 @@ class Share:
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
-        """Return True if `row`, a row of step `k`, does not also belong to the previous step."""
+        """Return True if step `k` is the first step that contains `row`.
+
+        `row` must be a row of step `k`. The last step of a group may overlap the previous step, so
+        a row may belong to both.
+        """
         return row >= self._of_all(self._step(k) * self.height)
 
     def param(self, ref: Ref) -> Ref:
@@ -169,7 +173,7 @@ class Share:
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
-        """Return the index of this block's step `k` within its group of rows."""
+        """Return which step of the group of rows this block processes as its step `k`."""
         return self.place + k * self.blocks
 
     def _of_all(self, row: Any) -> Any:

@@ -200,11 +200,13 @@ def _run(
     names: Sequence[str] = ("scale", "bias"),
     op: str | None = None,
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
-    """Run the kernel of a formula.
+    """Run the backward kernel that computes `formula`.
 
-    Returns two values: the results per element, which have the dtypes in `results`, and a dict that
-    maps the name of each parameter to its gradient. `names` are the parameters' names. If `op` is
-    given, the kernel is named after it instead of the call's operation.
+    `params` are the parameters, and `names` are their names. `op` is an operation's name, which
+    becomes a part of the kernel's name. By default, it is `Spec.op`.
+
+    Returns two values. The first is a list of arrays of x's shape, such as dx, with the dtypes in
+    `results`. The second is a dict that maps the name of each parameter to its gradient.
     """
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
     outputs = _kernel(

@@ -97,7 +97,7 @@ _NO_RECIPROCAL = 2.0**-100
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
     """Return G = scale + scale_offset.
 
-    Where |G| is less than `Spec.scale_floor`, it is raised to this limit.
+    Where |G| is less than `Spec.scale_floor`, G is replaced by this limit, with the sign of G.
     """
     g = scale.astype(jnp.float32)
     if spec.norm.scale_offset:

@@ -93,7 +93,8 @@ class _Params:
     Attributes:
       tile: how a block distributes its rows over threads.
       rows: number of rows of the call.
-      norms: the spec of each norm, and then None if there is a branch_scale.
+      norms: a list with the spec of each norm. If there is a branch_scale, the last entry stands
+        for it and is None.
       refs: a list for each entry of `norms`. The list of a norm contains the refs of its scale and
         bias. The list of branch_scale contains one ref.
     """
@@ -112,7 +113,9 @@ class _Params:
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
-        """Load the parameters in ``refs[k]``: one list per parameter, with one array per fragment.
+        """Load the parameters in ``refs[k]``.
+
+        The result has one list per parameter. The list contains one array per fragment.
 
         ``index()`` returns the index of the row (or rows) that the parameters are applied to. If
         each group of rows has its own parameters, the index selects the group (see `of_group`).
@@ -147,8 +150,8 @@ class _Row:
       tile: how a block distributes its rows over threads.
       loaded: the row.
       scratch: shared memory for the exchange of statistics.
-      columns: ``columns(k)`` returns G and the bias of norm number k. If the call has a
-        branch_scale, ``columns(1)`` returns it, because such calls have a single norm.
+      columns: ``columns(k)`` returns G and the bias of norm number k. Norms are numbered from 0. A
+        call with a branch_scale has only norm 0, and ``columns(1)`` returns its branch_scale.
       stats: statistics of the norms, appended as they are computed.
     """
 

@@ -52,7 +52,8 @@ Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
     """Run the forward pass on an array ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
-    # G and r both belong to inner elements, so r * G is computed once per inner element.
+    # In a strip, G and r both have one value per inner element, which is the same for all columns.
+    # So r * G is computed once per inner element.
     joins = spec.norm.scale_dtype is not None
     rest = spec.replaced(scale_dtype=None) if joins else spec
     strips = required(strip_schedule.strips_of(spec), spec)

@@ -396,7 +396,7 @@ class Exchange:
 
     @property
     def parts(self) -> int:
-        """Number of contributions to each value from one block: one per warp."""
+        """Number of contributions that one block makes to each exchanged value: one per warp."""
         return WARPS * self.warpgroups
 
     def in_cluster(self, values: int) -> ClusterExchange:

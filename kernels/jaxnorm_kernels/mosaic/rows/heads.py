@@ -204,7 +204,7 @@ class HeadTile:
     def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
 
-        `parts` is a list of arrays of terms, and all of their elements in a row are added. Usually,
+        `parts` is a list of arrays. For each row, all elements of all arrays are added. Usually,
         the list has one array for each part of the columns (see the class's docstring). It may have
         several arrays per part, in any order.
         """

@@ -123,9 +123,10 @@ class Partition:
         return Fragment(self.index * self.body_width, self.body_width)
 
     def tail(self) -> list[Fragment]:
-        """Return a list with the tail, or an empty list if the complete units cover the row.
+        """Return a list with the tail of this partition, or an empty list if there are no tails.
 
-        The tails of all partitions together contain the columns that no complete unit contains.
+        There are no tails if the complete units of all partitions cover the row. Otherwise, each
+        partition has a tail. The tails together contain the columns that no complete unit contains.
         """
         if not self.has_tail:
             return []

@@ -119,7 +119,10 @@ def store_of_groups(
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
-    """Return the address of the value of each group that overlaps this thread's vector."""
+    """Return one address for each group that overlaps this thread's vector.
+
+    It is the address of the group's value in `ref`.
+    """
     thread, each = mgpu.thread() % threads, max(1, vector_width // group)
     is_whole = group <= vector_width
     first = thread * each if is_whole else thread // (group // vector_width)

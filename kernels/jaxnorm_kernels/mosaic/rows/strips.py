@@ -410,9 +410,10 @@ class Strip:
         return [jnp.sum(total, axis=1) for total in totals]
 
     def sizes(self) -> Stat | float:
-        """Return the number of columns that each warp sums up, without stale columns.
+        """Return how many columns each warp sums up.
 
-        It is a float if all warps have the same number, otherwise a statistic.
+        Stale columns are not counted: another fragment contains them, too. The result is a float if
+        all warps have the same number of columns, otherwise an array ``(4, width)`` like a `Stat`.
         """
         if not self.partition.has_tail:
             return self.partition.width / WARPS

@@ -472,10 +472,10 @@ class SplitRow(Tile):
         return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
-        """Return the number of columns of the row that each warp reduces, without stale columns.
+        """Return how many columns of the row each warp reduces.
 
-        It is a float if all warps have the same number, otherwise an array with one number per
-        warp.
+        Stale columns are not counted: another fragment contains them, too. The result is a float if
+        all warps have the same number of columns, otherwise an array with one number per warp.
         """
         body, *tail = self.fragments()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)

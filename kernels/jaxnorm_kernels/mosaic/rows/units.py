@@ -98,7 +98,10 @@ class Unit:
 
 
 def load_units(units: Sequence[Unit], ref: Ref, row: Any) -> list[jax.Array]:
-    """Load units from a row of a ``(rows, cols)`` ref, in its dtype. All have the same `vector`."""
+    """Load units from a row of a ``(rows, cols)`` ref, in the ref's dtype.
+
+    All units must have the same `vector`.
+    """
     shape, layout, width = units[0].shape, units[0].layout, math.prod(units[0].shape)
     return [load(ref.at[row, pl.ds(unit.start, width)], layout, shape) for unit in units]
 

@@ -146,9 +146,9 @@ class ForwardRule:
         It determines how many warpgroups share a row. If it is 0, the kind pipelined_row uses the
         number in `_VALUES` instead, which depends on the number of parameters.
       cluster: maximum number of blocks that share a row.
-      least: preferred number of warpgroups per block.
-      warpgroups: number of warpgroups per block for long rows. It is used instead of `least` if a
-        row does not fit in `cluster` blocks of `least` warpgroups.
+      least: number of warpgroups per block that is tried first.
+      warpgroups: number of warpgroups per block for long rows. It is used if a row does not fit in
+        `cluster` blocks of `least` warpgroups each.
     """
 
     kind: Kind
@@ -230,8 +230,9 @@ _OTHER_SHARED_BYTES = 8 * 1024
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
 #: Maps the number of blocks per cluster to the best number of rows per block, as measured on an
-#: H200. It was measured with parameters that have as many bytes per column as x and y together. If
-#: parameters have r times as many bytes, `_tiles_of_a_block` multiplies the number of rows by r^2.
+#: H200. In the measured calls, the parameters had as many bytes per column as x and y together. If
+#: the parameters of a call have r times as many bytes per column as x and y, `_tiles_of_a_block`
+#: multiplies the number of rows by r^2.
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 # Minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
@@ -239,10 +240,11 @@ _BLOCKS_OF_SM = 3
 # columns of bfloat16, with 16 groups of 1024 rows, reaches 1.00 of a copy's bandwidth with two rows
 # per block, and 0.97 with four (H100).
 _MOST_OF_GROUP = 2
-# The last rows of the array are processed by blocks that process only one row each. This is the
-# number of these rows per SM or, if clusters are used, per cluster that can run at the same time.
-# If all blocks processed several rows, the last SM would finish 5 % later than the average SM
-# (measured for LayerNorm over 5120 columns of bfloat16, H200).
+# The last rows of the array are processed by blocks that process only one row each. This constant
+# is the number of such rows per SM. If clusters are used, it is the number of such rows per
+# cluster, counting the clusters that can run at the same time. If all blocks processed several
+# rows, the last SM would finish 5 % later than the average SM (measured for LayerNorm over 5120
+# columns of bfloat16, H200).
 _TAIL = 2
 
 
@@ -367,10 +369,10 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """Return the number of rows per block.
 
     Many rows per block have an advantage: starting a block and loading its parameters takes less
-    time per row. Few rows per block have another one: all SMs finish at about the same time. The
-    best number of rows grows with the bytes of the parameters. This function assumes that it grows
-    with their square: with twice the parameter bytes per column, a block processes four times as
-    many rows.
+    time per row. Few rows per block have a different advantage: all SMs finish at about the same
+    time. The best number of rows grows with the bytes of the parameters. This function assumes that
+    it grows with their square: with twice the parameter bytes per column, a block processes four
+    times as many rows.
     """
     if not param_sizes(spec):
         return 1
@@ -438,8 +440,8 @@ TABLE = (
     # latency of one row, so each row is distributed over many threads. If some SMs would be idle,
     # several SMs share a row.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # More rules for calls with large parameters (see the first rules), which stay in registers. In
-    # the next rule, rows are so short that several blocks fit on an SM.
+    # More rules for calls with large parameters. The parameters stay in registers, as in the first
+    # rules of this table. In the next rule, rows are so short that several blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
     # In the next two rules, rows are longer, so each thread has more columns, and only one or two
     # blocks fit on an SM.

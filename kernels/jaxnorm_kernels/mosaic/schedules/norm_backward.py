@@ -44,11 +44,12 @@ _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | None = None) -> int:
-    """Return the number of blocks (or clusters) per group of rows with the least estimated time.
+    """Return how many blocks (or clusters) to launch for each group of rows.
 
-    The blocks are persistent: each processes many rows. If several numbers have the same estimated
-    time, the smallest is returned. Fewer blocks are better, because each block stores a row of
-    partial sums, which must be loaded and added later.
+    The blocks are persistent: each processes many rows. The result is the number with the least
+    estimated time. If several numbers have the same estimated time, it is the smallest of them.
+    Fewer blocks are better, because each block stores a row of partial sums, which must be loaded
+    and added later.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
@@ -66,11 +67,11 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, a row is
-# split into so many blocks of one warpgroup that no thread has more than the preferred number. This
-# is faster than a few blocks of several warpgroups, because such blocks wait longer for each
-# other's sums. If the GPU's clusters are too small for this, a thread may have up to the maximum
-# number of columns, which still fit in its 255 registers.
+# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, blocks
+# have one warpgroup, and enough blocks share a row that each thread has at most the preferred
+# number of columns. This is faster than a few blocks of several warpgroups, because such blocks
+# wait longer for each other's sums. If the GPU's clusters are too small for this, a thread may have
+# up to the maximum number of columns, which still fit in its 255 registers.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps. With less, the memory
 # is idle at times. With more, the stores of dx become slow. The following limits serve this goal. A

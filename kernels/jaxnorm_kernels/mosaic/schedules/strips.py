@@ -67,9 +67,9 @@ TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
     StripRule(width=64, kib=68, direction="bwd", itemsize=2),
-    # Several blocks (a cluster) share a strip if it has too many columns for one block. Narrower
-    # strips would also have fewer bytes, but a strip must be at least as wide as a memory sector
-    # (32 bytes).
+    # If a strip has too many columns for one block, several blocks (a cluster) share the strip.
+    # Narrower strips would be another way to reduce the bytes per block. But a strip must be at
+    # least as wide as a memory sector (32 bytes).
     *[StripRule(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
     StripRule(width=16, kib=96, cluster=16),
     *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],

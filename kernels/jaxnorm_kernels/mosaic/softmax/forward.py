@@ -92,8 +92,9 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
-                # Compute exp(z - m) again instead of rescaling e. A column that is in two fragments
-                # (ranges of columns) then has the same result in both.
+                # Compute exp(z - m) again instead of rescaling e. A column may be in two fragments
+                # (ranges of columns), which two warps process with different maxima m_p. Rescaled
+                # results could then differ in the last bit.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
                 y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
