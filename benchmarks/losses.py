@@ -135,19 +135,11 @@ class LossWorkload(FewParameters):
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
-<<<<<<< HEAD
         """The shapes and dtypes of the arrays that are passed as cotangents of the results.
 
         The tuple is empty for a mean loss. There the cotangent is the constant 1, as in a training
         step. Some libraries compute the gradient in the forward pass, before they receive the
         cotangent. Their gradient is correct only if the cotangent is 1.
-=======
-        """Shapes and dtypes of the arrays that are passed as cotangents of the results.
-
-        For a mean loss, no array is passed, because its cotangent is always the constant 1, as in a
-        training step. Some libraries rely on this constant, because they compute the gradient
-        already in the forward pass.
->>>>>>> t4
         """
         return () if self.loss.mean else self.results
 
