@@ -42,7 +42,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
-    load_wide,
+    load_wide_range,
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
@@ -327,10 +327,8 @@ class _PipelinedKernel:
         A unit consists of one vector per thread. The result has an array for each of the first
         `count` operands.
         """
-        columns = pl.ds(unit.stage_start, unit.width)
-        layout, shape = self.ring.layout, self.ring.shape
-        refs = [held.at[at, row, columns] for held in self.held[:count]]
-        return load_wide(refs, layout, shape)
+        place = (at, row, unit.stage_start)
+        return load_wide_range(self.held[:count], place, self.ring.layout, self.ring.shape)
 
     def no_sums(self) -> list[jax.Array]:
         """Return zeros, the initial column sums, for each unit (one vector per thread)."""
