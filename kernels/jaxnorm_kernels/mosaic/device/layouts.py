@@ -171,6 +171,28 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     return read(ref)
 
 
+def load_scalars(refs: Sequence[Ref], first: Any, count: int) -> list[list[jax.Array]]:
+    """Load `count` neighbouring elements, from index `first` on, of float32 refs in global memory.
+
+    Returns a list for each index, with one scalar for each ref. One inline function loads all of
+    them, because Mosaic takes as long to lower the load of a single scalar.
+    """
+    if is_interpreted() or not refs:
+        return [[ref[first + i] for ref in refs] for i in range(count)]
+    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT, [plgpu.RefType()] * len(refs)),
+        return_type=[scalar] * (count * len(refs)),
+    )
+    def read(context: Any, first: Any, refs: Sequence[Any]) -> list[Any]:
+        loaded = [mgpu.load_scalars(ref, first.registers.item(), count) for ref in refs]
+        return [FragmentedArray.splat(value, ()) for of_ref in loaded for value in of_ref]
+
+    loaded = read(first, list(refs))
+    return [list(loaded[i::count]) for i in range(count)]
+
+
 def widen(value: jax.Array, layout: Layout) -> jax.Array:
     """Convert `value` to float32, with fewer instructions for bfloat16 than `astype`.
 

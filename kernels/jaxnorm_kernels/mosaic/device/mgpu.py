@@ -86,6 +86,13 @@ def thread() -> Word:
     return Word(arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)))
 
 
+def load_scalars(ref: Any, first: Any, count: int) -> list[Any]:
+    """Load `count` neighbouring elements of a ref in global memory, from index `first` on."""
+    kind = ir.MemRefType(ref.type).element_type
+    at = utils.getelementptr(in_global(utils.memref_ptr(ref)), [first], kind)
+    return [llvm.load(kind, utils.getelementptr(at, [i], kind) if i else at) for i in range(count)]
+
+
 def load_floats(address: Word, count: int) -> list[Any]:
     """Load `count` float32 values from shared memory.
 

@@ -42,6 +42,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    load_scalars,
     load_wide_range,
     warps_layout,
 )
@@ -274,7 +275,7 @@ class _PipelinedKernel:
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Load the statistics of each row of step `k`."""
         first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
-        return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
+        return load_scalars(self.refs.stats, first, self.ring.rows)
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
         """Add up each warp's columns of each row of step `k`, and publish the sums to all warps."""
