@@ -172,6 +172,28 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     return read(ref)
 
 
+def load_scalars(refs: Sequence[Ref], first: Any, count: int) -> list[list[jax.Array]]:
+    """Load `count` neighbouring elements, from index `first` on, of float32 refs in global memory.
+
+    Returns a list for each index, with one scalar for each ref. One inline function loads all of
+    them, because Mosaic takes as long to lower the load of a single scalar.
+    """
+    if is_interpreted() or not refs:
+        return [[ref[first + i] for ref in refs] for i in range(count)]
+    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT, [plgpu.RefType()] * len(refs)),
+        return_type=[scalar] * (count * len(refs)),
+    )
+    def read(context: Any, first: Any, refs: Sequence[Any]) -> list[Any]:
+        loaded = [mgpu.load_scalars(ref, first.registers.item(), count) for ref in refs]
+        return [FragmentedArray.splat(value, ()) for of_ref in loaded for value in of_ref]
+
+    loaded = read(first, list(refs))
+    return [list(loaded[i::count]) for i in range(count)]
+
+
 def widen(value: jax.Array, layout: Layout) -> jax.Array:
     """Convert `value` to float32, with fewer instructions for bfloat16 than `astype`.
 
@@ -196,43 +218,90 @@ def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> li
     if is_interpreted():
         return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
     refs = [ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]
-    return _load_wide(refs, layout, shape, (0,))
+    return _load_wide(refs, layout, shape)
+
+
+def load_wide_range(
+    refs: Sequence[Ref], at: Sequence[Any], layout: Layout, shape: tuple[int, ...]
+) -> list[jax.Array]:
+    """Load consecutive elements from each ref in shared memory, as float32 arrays of `shape`.
+
+    The first element has the index `at`, which has an entry for each axis of the ref.
+    """
+    if is_interpreted():
+        *before, start = at
+        parts = [ref.at[(*before, pl.ds(start, math.prod(shape)))] for ref in refs]
+        return [load(part, layout, shape).astype(jnp.float32) for part in parts]
+    return _load_wide(refs, layout, shape, at)
 
 
 def load_wide_columns(
-    refs: Sequence[Ref], starts: Sequence[int], width: int, layout: Layout
+    refs: Sequence[Ref],
+    at: Sequence[Any],
+    starts: Sequence[int],
+    shape: tuple[int, int],
+    layout: Layout,
 ) -> list[jax.Array]:
-    """Load several column ranges from each ``(rows, cols)`` ref, as float32 arrays.
+    """Load several column ranges from each ref in shared memory, as float32 arrays of `shape`.
 
-    Each range has `width` columns and begins at one of `starts`. The returned list contains the
-    arrays of the first ref in the order of `starts`, then the arrays of the next ref.
+    `at` is the index of the first row, and has an entry for each axis of the ref but the last. Each
+    range begins at one of `starts`. The returned list contains the arrays of the first ref in the
+    order of `starts`, then the arrays of the next ref.
     """
     if not refs:
         return []
     if is_interpreted():
-        columns = [ref.at[:, pl.ds(start, width)] for ref in refs for start in starts]
-        return [load(ref, layout).astype(jnp.float32) for ref in columns]
-    return _load_wide(refs, layout, (refs[0].shape[0], width), starts)
+        (*before, top), (rows, width) = at, shape
+        parts = [
+            ref.at[(*before, pl.ds(top, rows), pl.ds(start, width))]
+            for ref in refs
+            for start in starts
+        ]
+        return [load(part, layout).astype(jnp.float32) for part in parts]
+    return _load_wide(refs, layout, shape, at, starts)
+
+
+def load_wide_rows(ref: Ref, first: Any, count: int, layout: Layout) -> list[jax.Array]:
+    """Load neighbouring rows of a ``(rows, cols)`` ref in shared memory as float32 arrays.
+
+    Returns a list of `count` arrays of shape ``(cols,)``. `first` is the index of the first row.
+    """
+    (_, cols), rows = ref.shape, range(count)
+    if is_interpreted():
+        return [load(ref.at[first + row], layout).astype(jnp.float32) for row in rows]
+    return _load_wide([ref], layout, (cols,), (first,), [row * cols for row in rows])
 
 
 def _load_wide(
-    refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...], starts: Sequence[int]
+    refs: Sequence[Ref],
+    layout: Layout,
+    shape: tuple[int, ...],
+    at: Sequence[Any] = (),
+    starts: Sequence[int] = (0,),
 ) -> list[jax.Array]:
-    """Load all arrays in one inline MLIR function, which compiles faster than several.
+    """Load all arrays in one inline MLIR function; see `mgpu.load_arrays`.
 
-    Mosaic spends more time on lowering an inline function than on the operations inside it.
+    One inline function compiles faster than several, because Mosaic spends more time on lowering
+    the function than on the operations inside it. The function gets entire refs and indices rather
+    than slices of refs: slices of shared memory take up to half of the time of Mosaic's layout
+    inference (jax 0.11.2).
     """
-    count = len(refs) * len(starts)
+    sources, count = len(refs), len(refs) * len(starts)
+    variables = [i for i in at if not isinstance(i, int)]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * len(refs),
+        arg_types=(plgpu.RefType(),) * sources + (plgpu.Layout.WG_SPLAT,) * len(variables),
         return_type=(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout),) * count,
     )
-    def read(context: Any, *refs: Any) -> Any:
-        arrays = mgpu.load_arrays(refs, layout.to_mgpu(), shape, starts=starts)
+    def read(context: Any, *arguments: Any) -> Any:
+        values = iter(arguments[sources:])
+        first = [i if isinstance(i, int) else mgpu.Word(next(values).registers.item()) for i in at]
+        arrays = mgpu.load_arrays(
+            arguments[:sources], layout.to_mgpu(), shape, at=first, starts=starts
+        )
         return [in_float32(array) for array in arrays]
 
-    return list(read(*refs))
+    return list(read(*refs, *variables))
 
 
 def store(ref: Ref, value: jax.Array) -> None:

@@ -86,6 +86,13 @@ def thread() -> Word:
     return Word(arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)))
 
 
+def load_scalars(ref: Any, first: Any, count: int) -> list[Any]:
+    """Load `count` neighbouring elements of a ref in global memory, from index `first` on."""
+    kind = ir.MemRefType(ref.type).element_type
+    at = utils.getelementptr(in_global(utils.memref_ptr(ref)), [first], kind)
+    return [llvm.load(kind, utils.getelementptr(at, [i], kind) if i else at) for i in range(count)]
+
+
 def load_floats(address: Word, count: int) -> list[Any]:
     """Load `count` float32 values from shared memory.
 
@@ -211,27 +218,54 @@ def load_arrays(
     layout: Any,
     shape: tuple[int, ...],
     *,
+    at: Sequence[Word | int] = (),
     starts: Sequence[int] = (0,),
     signed: bool | None = None,
 ) -> list[Any]:
     """For each ref and each start, load one array.
 
-    The arrays have the given shape and tiled layout. A start is the position in the ref at which an
-    array begins, counted in elements. The result is a list, in which the arrays of one ref are
+    The arrays have the given shape and tiled layout. An array begins `starts` elements after the
+    element of the ref with index `at`. Entries that are missing in `at` are 0. If `at` has an entry
+    for each axis of the ref, the elements of an array are adjacent in memory. Otherwise, the array
+    is a slice of the ref's last axes. The result is a list, in which the arrays of one ref are
     adjacent.
     """
-    arrays, of_threads = [], dict[Places, Word]()
+    arrays, positions = [], dict[tuple[int, ...], tuple[Word, list[int]]]()
+    register_shape, count = (layout.vector_length,), prod(layout.registers_shape(shape))
     for ref in refs:
-        where = places(layout, shape, _strides(ref))
-        if where not in of_threads:
-            of_threads[where] = where.of_thread()
-        distances = [start + k for start in starts for k in where.registers]
-        register = ir.VectorType.get((where.elements,), ir.MemRefType(ref.type).element_type)
-        found = _from(utils.memref_ptr(ref), of_threads[where], distances, ref)
-        loaded, count = [llvm.load(register, at) for at in found], len(where.registers)
+        strides = _strides(ref)
+        if strides not in positions:
+            positions[strides] = _positions(layout, shape, strides, at, starts)
+        of_thread, distances = positions[strides]
+        register = ir.VectorType.get(register_shape, ir.MemRefType(ref.type).element_type)
+        found = _from(utils.memref_ptr(ref), of_thread, distances, ref)
+        loaded = [llvm.load(register, address) for address in found]
         for first in range(0, len(loaded), count):
             arrays.append(_array(loaded[first : first + count], layout, shape, signed))
     return arrays
+
+
+def _positions(
+    layout: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    at: Sequence[Word | int],
+    starts: Sequence[int],
+) -> tuple[Word, list[int]]:
+    """Return the position of a thread's first element, and its registers' distances from there.
+
+    The arguments are those of `load_arrays`. `strides` are the strides of the ref.
+    """
+    is_range = len(at) == len(strides)
+    of_array = [prod(shape[axis + 1 :]) for axis in range(len(shape))] if is_range else strides
+    where = places(layout, shape, tuple(of_array[-len(shape) :]))
+    of_thread, fixed = where.of_thread(), 0
+    for index, stride in zip(at, strides):
+        if isinstance(index, int):
+            fixed += index * stride
+        else:
+            of_thread = of_thread + index * stride
+    return of_thread, [fixed + start + k for start in starts for k in where.registers]
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:

@@ -36,8 +36,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
-    load_wide,
     load_wide_columns,
+    load_wide_rows,
     store,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
@@ -59,6 +59,9 @@ _ADDED_AT_A_TIME = 8
 #: Values of a tile's rows. The list has one array for each fragment (range of columns) of a
 #: `RowTile`, or for each part of a rotated head (`HeadTile`).
 Parts = Sequence[jax.Array]
+#: The index of a row in the buffers of a ring of stages: the index of the stage, and of the row in
+#: it.
+RowIndex = tuple[Any, int]
 
 
 class TileWork(NamedTuple):
@@ -67,11 +70,11 @@ class TileWork(NamedTuple):
     A tile consists of neighbouring rows that a warpgroup processes at the same time.
 
     Attributes:
-      finish: ``finish(held, top, statistics, early)`` computes one tile. `held` are the operands'
-        buffers in shared memory, and `top` is the tile's first row in them. The arguments
-        `statistics` and `early` are the values that the functions ``statistics(first)`` and
-        ``early(first)`` have returned for this tile. `finish` returns the values of each result,
-        and the terms of the column sums.
+      finish: ``finish(held, at, statistics, early)`` computes one tile. `held` are the operands'
+        buffers in shared memory, ``(stages, rows, cols)``. `at` is the index of the tile's first
+        row in them: a stage and a row. The arguments `statistics` and `early` are the values that
+        the functions ``statistics(first)`` and ``early(first)`` have returned for this tile.
+        `finish` returns the values of each result, and the terms of the column sums.
       statistics: ``statistics(first)`` loads the statistics of a tile from global memory. It is
         called one pipeline step before the statistics are used. `first` is the index of the tile's
         first row in the array.
@@ -79,7 +82,7 @@ class TileWork(NamedTuple):
         the wait for the tile's rows, which are being copied to shared memory.
     """
 
-    finish: Callable[[Sequence[Ref], int, Any, Any], tuple[Sequence[Parts], Parts]]
+    finish: Callable[[Sequence[Ref], RowIndex, Any, Any], tuple[Sequence[Parts], Parts]]
     statistics: Callable[[Any], Any] = lambda first: None
     early: Callable[[Any], Any] = lambda first: None
 
@@ -137,9 +140,8 @@ class _NarrowRowsKernel:
         first = self.share.first_row(k)
         early = [self.work.early(first + top) for top in self.tops]
         at = self.stages.wait(k)
-        held = [ref.at[at] for ref in self.held]
         for top, *loaded in zip(self.tops, statistics, early):
-            results, terms = self.work.finish(held, top, *loaded)
+            results, terms = self.work.finish(self.held, (at, top), *loaded)
             added = [self.skip_stale(term, k, first + top) for term in terms]
             for ref, parts in zip(self.refs.results, results):
                 self.tile.store(ref, pl.ds(first + top, self.tile.rows), parts)
@@ -170,8 +172,7 @@ def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
     together = min(height, _ADDED_AT_A_TIME)
 
     def add(i: Any, total: jax.Array) -> jax.Array:
-        first = i * together
-        parts = load_wide([ref.at[first + row] for row in range(together)], layout, ref.shape[1:])
+        parts = load_wide_rows(ref, i * together, together, layout)
         return functools.reduce(jnp.add, parts, total)
 
     zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)
@@ -290,18 +291,19 @@ def pipelined_narrow_rows_backward(
     tile = schedule.tile(operands.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 
-    def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
+    def read(held: Sequence[Ref], at: RowIndex) -> list[list[jax.Array]]:
         """Load a tile's rows in float32.
 
         Returns one list per fragment (range of columns). It contains one array per operand.
         """
-        tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
-        return [load_wide_columns(tops, (f.start,), f.width, layout) for f in fragments]
+        return [
+            load_wide_columns(held, at, (f.start,), (tile.rows, f.width), layout) for f in fragments
+        ]
 
     def finish(
-        columns: Sequence[Arrays], held: Sequence[Ref], top: int, stats: Arrays, _: None
+        columns: Sequence[Arrays], held: Sequence[Ref], at: RowIndex, stats: Arrays, _: None
     ) -> tuple[Sequence[Parts], Parts]:
-        summed = read(held[: formula.summed], top)
+        summed = read(held[: formula.summed], at)
         of_rows = [[tile.broadcast(stat, v) for stat in stats] for v, *_ in summed]
         of_columns = [
             [lax.broadcast_in_dim(c, v.shape, (1,)) for c in of_fragment]
@@ -312,7 +314,7 @@ def pipelined_narrow_rows_backward(
             tile.sum(term) for term in zip(*(formula.terms(*fragment) for fragment in operands))
         ]
         values, terms = [], []
-        rest = read(held[formula.summed :], top)
+        rest = read(held[formula.summed :], at)
         for (elements, of_fragment, of_row), others in zip(operands, rest):
             broadcast = [tile.broadcast(total, elements[0]) for total in totals]
             finished, added = formula.finish([*elements, *others], of_fragment, of_row, broadcast)

@@ -42,7 +42,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
-    load_wide,
+    load_scalars,
+    load_wide_range,
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
@@ -278,7 +279,7 @@ class _PipelinedKernel:
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Load the statistics of each row of step `k`."""
         first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
-        return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
+        return load_scalars(self.refs.stats, first, self.ring.rows)
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
         """Add up each warp's columns of each row of step `k`, and publish the sums to all warps."""
@@ -302,17 +303,24 @@ class _PipelinedKernel:
     def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
         """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
         totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
+        at, first = self.stages.at(k), self.share.first_row(k)
         for row in range(self.ring.rows):
             of_row = totals[row * sums : (row + 1) * sums]
-            carried = self.finish_row(k, row, stats[row], of_row, carried)
+            added = self.finish_row(at, row, first + row, stats[row], of_row)
+            if self.share.has_stale_rows and added:
+                is_new = self.share.is_new(first + row, k)
+                is_new = lax.broadcast_in_dim(is_new, self.ring.shape, ())
+                added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
+            carried = [a + b for a, b in zip(carried, added)]
         self.stages.refill(k)
         return carried
 
-    def finish_row(
-        self, k: Any, row: int, stats: Arrays, totals: Arrays, carried: Arrays
-    ) -> Arrays:
-        """Store the results of one row of step `k`, and return the updated column sums."""
-        at, index = self.stages.at(k), self.share.first_row(k) + row
+    def finish_row(self, at: Any, row: int, index: Any, stats: Arrays, totals: Arrays) -> Arrays:
+        """Store the results of one row, and return the terms that it adds to the column sums.
+
+        `index` is the index of the row in the array. `at` and `row` are its place in the ring: the
+        index of the stage, and of the row in the stage.
+        """
         added: list[jax.Array] = []
         for unit, columns in zip(self.units, self.columns):
             elements = self.read(at, row, unit, len(self.held))
@@ -320,10 +328,7 @@ class _PipelinedKernel:
             for ref, value in zip(self.refs.results, values):
                 unit.store(ref, index, value, self.ring.layout)
             added += terms
-        if self.share.has_stale_rows and added:
-            is_new = lax.broadcast_in_dim(self.share.is_new(index, k), self.ring.shape, ())
-            added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
-        return [a + b for a, b in zip(carried, added)]
+        return added
 
     def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
         """Load one unit of a row from the stage with index `at`, in float32.
@@ -331,10 +336,8 @@ class _PipelinedKernel:
         A unit consists of one vector per thread. The result has an array for each of the first
         `count` operands.
         """
-        columns = pl.ds(unit.stage_start, unit.width)
-        layout, shape = self.ring.layout, self.ring.shape
-        refs = [held.at[at, row, columns] for held in self.held[:count]]
-        return load_wide(refs, layout, shape)
+        place = (at, row, unit.stage_start)
+        return load_wide_range(self.held[:count], place, self.ring.layout, self.ring.shape)
 
     def no_sums(self) -> list[jax.Array]:
         """Return zeros, the initial column sums, for each unit (one vector per thread)."""

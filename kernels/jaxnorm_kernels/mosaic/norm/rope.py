@@ -16,7 +16,7 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
 from jaxnorm_kernels.mosaic.loops.formulas import BackwardRefs, RowOperands
-from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowIndex, TileWork, narrow_rows_backward
 from jaxnorm_kernels.mosaic.loops.pipelined import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated, rotated_back
@@ -120,11 +120,11 @@ class _RotatedRows:
         return table, load(self.rstd.at[pl.ds(first, self.tile.rows)], self.tile.stat_layout)
 
     def finish(
-        self, held: Sequence[Ref], top: int, _: None, loaded: tuple[Parts, jax.Array]
+        self, held: Sequence[Ref], at: RowIndex, _: None, loaded: tuple[Parts, jax.Array]
     ) -> tuple[list[Parts], Parts]:
-        """Return dx and the terms of dscale, for the tile at row `top` of a pipeline buffer."""
+        """Return dx and the terms of dscale, for the tile whose first row is `held[at]`."""
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
-        saved, d = (tile.load_shared(ref, top) for ref in held)
+        saved, d = (tile.load_shared(ref, at) for ref in held)
         of_rows = [tile.broadcast(r, part) for part in saved]
         xh, n = self._normalised(saved, table, reciprocals, of_rows)
         d = rotated_back(d, *table)

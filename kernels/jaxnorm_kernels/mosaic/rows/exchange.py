@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -524,9 +524,11 @@ class RowSums(Exchange):
             self.in_cluster(self.values).send(scratch, stage, sums)
             return
         shared, barriers = scratch
-        parts = self._of_warpgroup
-        for at, value in enumerate(sums):
-            store(shared.at[stage * self.values + at, parts], value)
+        if is_interpreted():
+            for at, value in enumerate(sums):
+                store(shared.at[stage * self.values + at, self._of_warpgroup], value)
+        else:
+            self._store(shared, stage, sums)
         plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
@@ -540,10 +542,40 @@ class RowSums(Exchange):
             return self._receive(scratch, stage, k, self.values).totals(scratch, stage)
         shared, barriers = scratch
         plgpu.barrier_wait(self._barrier(barriers, k))
+        if is_interpreted():
+            return [jnp.sum(shared[stage * self.values + at]) for at in range(self.values)]
+        return self._load_sums(shared, stage)
+
+    # Mosaic's own loads and stores of these values take 90 operations each. A step may have eight
+    # of them.
+
+    def _store(self, shared: Ref, stage: Any, sums: Sequence[jax.Array]) -> None:
+        layout = warps_layout(1).reduce(1)
+
+        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, [layout] * len(sums)))
+        def write(context: Any, shared: Any, stage: Any, sums: Sequence[Any]) -> None:
+            row, warp = mgpu.Word(stage.registers.item()) * self.values, mgpu.thread() // WARP
+            first = mgpu.address_of(shared) + (row * self.parts + warp) * 4
+            for i, value in enumerate(sums):
+                llvm.store(value.registers.item(), mgpu.in_shared(first + 4 * self.parts * i))
+
+        write(shared, stage, list(sums))
+
+    def _load_sums(self, shared: Ref, stage: Any) -> list[jax.Array]:
         in_lanes = self.in_lanes or self.parts % WARP == 0
         layout = columns_layout(1, min(self.parts, WARP)) if in_lanes else _ALL
-        first = stage * self.values
-        return [jnp.sum(load(shared.at[first + at], layout)) for at in range(self.values)]
+        scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
+
+        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=[scalar] * self.values)
+        def add(context: Any, shared: Any, stage: Any) -> list[Any]:
+            row = mgpu.Word(stage.registers.item()) * self.values
+            starts = [self.parts * i for i in range(self.values)]
+            parts = mgpu.load_arrays(
+                [shared], layout.to_mgpu(), (self.parts,), at=(row,), starts=starts
+            )
+            return [of_sum.reduce("add", 0) for of_sum in parts]
+
+        return list(add(shared, stage))
 
     def _barrier(self, barriers: Ref, k: Any) -> Ref:
         return barriers.at[lax.rem(k, self.depth)] if self.depth > 1 else barriers

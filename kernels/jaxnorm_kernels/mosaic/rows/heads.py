@@ -122,20 +122,22 @@ class HeadTile:
 
         return self._parts(of, self.rows_layout)
 
-    def load_shared(self, ref: Ref, top: int) -> Parts:
+    def load_shared(self, ref: Ref, at: tuple[Any, int]) -> Parts:
         """Load the tile's rows from shared memory, in float32.
 
         Returns a list with one array for each part of the columns (see the class's docstring).
-        `top` is the index of the tile's first row in the ref.
+        `at` is the index of the tile's first row in the ref, which has the shape ``(stages, rows,
+        cols)``: a stage and a row.
         """
-        of_tile = ref.at[pl.ds(top, self.rows)]
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)
-            parts = load_wide_columns([of_tile], starts, self.pairs, half)
+            parts = load_wide_columns([ref], at, starts, (self.rows, self.pairs), half)
             if self.rotated < self.cols:
-                rest, layout = self.cols - self.rotated, self.rows_layout(self.rest)
-                parts += load_wide_columns([of_tile], (self.rotated,), rest, layout)
+                rest, layout = (self.rows, self.cols - self.rotated), self.rows_layout(self.rest)
+                parts += load_wide_columns([ref], at, (self.rotated,), rest, layout)
             return parts
+        stage, top = at
+        of_tile = ref.at[stage, pl.ds(top, self.rows)]
 
         def of(start: int, width: int, layout: Layout) -> jax.Array:
             return load_columns(of_tile, start, width, layout)
