@@ -223,15 +223,16 @@ def convert[Model](
     If a weight is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). The conversion therefore
     examines the values of parameters, and norms with such columns get ``save="input"``. Abstract
-    and traced parameters have no values, so convert a model after its checkpoint is loaded. A
-    norm's output has the dtype of x. The conversion assumes that this is the dtype of the
-    parameters. If x has fewer bits, check the model with ``jaxnorm.check_params(model, x.dtype)``.
+    and traced parameters have no values, so convert a model after its checkpoint is loaded. The
+    fewer bits a norm's output has, the more gradients cannot be computed. The output has the dtype
+    of x. The conversion assumes that x has the dtype of the parameters. If x has fewer bits, check
+    the model with ``jaxnorm.check_params(model, x.dtype)``.
 
     Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
     their class is a subclass of equinox's class and overrides code. (A subclass whose body is
-    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. It lists these norms and the
-    norms that save their input, with the reasons. If the model has no norms, it says so. Modules of
-    jaxnorm's classes keep their own settings.
+    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. The warning lists these norms
+    and the norms that save their input, with the reasons. If the model has no norms, the warning
+    says so. Modules of jaxnorm's classes keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.

@@ -152,10 +152,12 @@ class Call:
 
     @_once
     def tangent(self, wrt: tuple[str, ...], *, takes_h: bool = False) -> "Call":
-        """Return the tangent pass that takes tangents of the operands in `wrt`.
+        """Return the pass that computes tangents of the results from the operands' tangents.
 
-        The tangent pass of a forward pass returns the tangents of all results. The tangent pass of
-        a backward pass is the transpose of that backward pass.
+        The pass takes tangents of the operands in `wrt`. If this call is a forward pass, the
+        tangent pass returns the tangents of all its results. If this call is a backward pass, the
+        tangent pass returns the tangents of those results whose cotangents the backward pass takes.
+        The tangent pass is then the transpose of the backward pass.
 
         `takes_h` is for norms that do not add a residual. It is used if x has a second use, such as
         a residual branch, so that x's gradient is the sum of two cotangents. If `takes_h` is True,
@@ -184,8 +186,8 @@ class Call:
         """Return the backward pass that computes the gradients of the operands in `wrt`.
 
         It takes a cotangent for each result in `outputs`. If `outputs` is None, it takes the
-        cotangents of all results of the operation but h, the sum of x and the residual. For a loss,
-        `gradient_dtype` is the dtype of x's gradient. None means x's own dtype.
+        cotangents of all results of the operation except h. (h is the sum of x and the residual.)
+        For a loss, `gradient_dtype` is the dtype of x's gradient. None means x's own dtype.
         """
         if outputs is None:
             outputs = tuple(name for name in self.spec.operation.results if name != "h")

@@ -259,8 +259,8 @@ def map_batch(
 
         return lax.map(one, batched)
 
-    # `jax.vmap` ensures that all batch axes have the same sharding, and that arrays without a batch
-    # axis are not sharded over these mesh axes.
+    # `jax.vmap` ensures that all batch axes are sharded over the same mesh axes, and that arrays
+    # without a batch axis are not sharded over these mesh axes.
     batch = jax.typeof(next(iter(batched.values())))
     over = axes_over(batch, 0, batch.sharding.mesh)
     if not over:

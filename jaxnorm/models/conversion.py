@@ -61,7 +61,7 @@ def are_known(parameters: Iterable[Any]) -> bool:
 def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
     """Return the reason why a norm with these parameters must save its input, not its output.
 
-    The result is None if it may save its output, or if the parameters' values are unknown.
+    The result is None if the norm may save its output, or if the parameters' values are unknown.
 
     Args:
       parameters: scale and, if the norm has one, bias.
@@ -202,10 +202,11 @@ class Calls:
     Attributes:
       functions: maps a class to the function that replaces its ``__call__``.
       applied: maps the path of each module whose ``__call__`` is replaced to the name of its class.
-      left: maps the path of each module of a subclass of these classes to the reason why the module
-        is not changed.
-      others: maps the paths of some other modules to the names of their classes: the user defined
-        the class, its name ends in "norm", and it is not in `functions`.
+      left: maps module paths to the reasons why these modules are not changed. The class of each
+        of these modules is a subclass of a class in `functions`, but is not itself in `functions`.
+      others: maps module paths to the names of the modules' classes. Such a class is defined by the
+        user, and its name ends in "norm". Neither this class nor a base class of it is in
+        `functions`.
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
@@ -282,9 +283,9 @@ class Calls:
 
         Args:
           left: names of norm classes that are not converted because they override code.
-          seen: full names of further classes of which modules have been found. A class in ``calls``
-            is reported as not found if this object has recorded no module of it, and `seen` does
-            not have its name either.
+          seen: full names of other classes whose modules occur in the model. A class in ``calls``
+            is reported as not found if no module of this class was recorded and its full name is
+            not in `seen`.
         """
         for what, modules in (
             ("call functions of calls", self.applied),

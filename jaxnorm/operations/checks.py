@@ -475,7 +475,7 @@ def finite_in(
 def integer(function: str, name: str, value: int, unit: str) -> int:
     """Convert `value` to a Python integer; raise an error unless it is at least 1.
 
-    `unit` is the noun, such as "rows", that says in errors what the integer counts.
+    `unit` names what the integer counts, such as "rows". It is used in the error message.
     """
     _refuse_traced(function, name, value, "integer")
     try:

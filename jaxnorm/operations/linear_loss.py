@@ -103,11 +103,11 @@ def linear_softmax_cross_entropy(
     element.
 
     On a mesh, the rows, V and d may be sharded. If V is sharded, devices exchange row statistics in
-    the loop. A weight that is sharded along d (FSDP) is gathered once, before the loop. Over mesh
-    axes that shard both the rows and V, either weight or x is gathered, whichever is smaller. If x
-    is sharded along d, an all-to-all before the loop gives each device complete rows. The gradients
-    of x and weight are reduced over the devices once, after the loop. This is done in the dtype of
-    the matmuls, as in plain JAX (for float16, in float32).
+    the loop. A weight that is sharded along d (FSDP) is gathered once, before the loop. If a mesh
+    axis shards the rows of x and also V of weight, the smaller one of x and weight is gathered over
+    this mesh axis. If x is sharded along d, an all-to-all before the loop gives each device
+    complete rows. The gradients of x and weight are reduced over the devices once, after the loop.
+    This is done in the dtype of the matmuls, as in plain JAX (for float16, in float32).
 
     Raises:
       TypeError: the dtype of x, weight or bias, or ``dtype``, is not a supported float dtype,

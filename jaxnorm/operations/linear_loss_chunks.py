@@ -160,7 +160,7 @@ def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
 
 
 def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast `a` to `dtype` if that has fewer bits, so that devices exchange fewer bytes."""
+    """Cast `a` to `dtype` if `dtype` is narrower. Devices then exchange fewer bytes."""
     return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
 
 
@@ -182,8 +182,8 @@ def reduced(
 ) -> jax.Array:
     """Return the sum or the mean of `losses` over `axes`.
 
-    `losses` are already multiplied by their weights, which are `where`. The mean is the sum of
-    `losses`, divided by the sum of the weights.
+    `where` has a weight for each loss; None means that all weights are 1. `losses` are already
+    multiplied by their weights. The mean is the sum of `losses`, divided by the sum of the weights.
     """
     total = jnp.sum(losses, axes)
     if reduction == "sum":
@@ -262,10 +262,11 @@ class _Chunks:
 
     @property
     def accumulator(self) -> int:
-        """Number of bytes of the array in which several chunks accumulate weight's gradient.
+        """Number of additional bytes that several chunks need to accumulate weight's gradient.
 
-        The result is 0 if a single chunk also needs an array of this size and dtype. There are two
-        such cases:
+        Several chunks need an array of weight's shape in the dtype of the sum. The number is the
+        size of this array, or 0 if a single chunk would need the same array. A single chunk needs
+        it in two cases:
 
         * The gradient has the dtype of the sum. Then the array becomes the gradient itself.
         * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
@@ -281,8 +282,8 @@ class _Chunks:
         """Return the dtype of a device's part of the gradient of an operand.
 
         As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
-        gradients are not rounded. In a forward pass, they have not been multiplied by the loss
-        scale yet, so small ones would underflow.
+        gradients are not rounded, because small ones would underflow: the forward pass of a loss
+        already computes them, before the backward pass multiplies them by the loss scale.
         """
         if self.over.classes if name == "x" else self.over.rows:
             return self.dtype if self.dtype.name == "bfloat16" else self.wide

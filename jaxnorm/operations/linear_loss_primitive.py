@@ -91,9 +91,9 @@ class _LossRules(Rules[LinearLossCall]):
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
-        # Compute all gradients. A `jax.checkpoint` policy decides which gradients are saved. At
-        # that time, JAX does not know yet which gradients are used. Unused ones are removed later
-        # as dead code.
+        # Compute all gradients. When a `jax.checkpoint` policy decides which gradients are saved,
+        # JAX does not know yet which gradients are used. Unused ones are removed later as dead
+        # code.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
     def names(self, head: LinearLossCall) -> list[str | None]:
@@ -122,8 +122,9 @@ class _LossRules(Rules[LinearLossCall]):
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        # `linear` makes JAX save the gradient in its own dtype. Without it, JAX would save the
-        # float32 copy that `inner_product` makes.
+        # Because of `linear`, JAX saves the gradient as it is, in the gradient's own dtype. If
+        # `inner_product` were called directly, JAX would save the copy that it casts to the dtype
+        # of the total (usually float32).
         terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
@@ -170,13 +171,13 @@ class _LossRules(Rules[LinearLossCall]):
         shards divides the size. There are two special cases:
 
         * A mesh axis shards both the rows and the classes. Only one of the two can stay sharded
-          over it. If x is smaller than weight, x is gathered, and the classes stay sharded.
-          Otherwise, weight is gathered. The rows are then sharded over all mesh axes of the
-          classes, and the classes are not sharded.
-        * A mesh axis shards only d, in x or weight. In the loop, it shards the rows. Otherwise, the
-          devices along it would all do the same work. If x is sharded along d, devices exchange
-          shards of d for shards of rows. If weight is sharded along d (FSDP), it is gathered once,
-          before the loop.
+          over it. If x is smaller than weight, x is gathered, and the classes stay sharded. If
+          weight is smaller, weight is gathered. The classes are then not sharded in the loop. The
+          mesh axes that shard the classes of the user's weight shard the rows instead.
+        * A mesh axis shards only d, in x or weight. In the loop, it shards the rows, because
+          otherwise the devices along it would all do the same work. If x is sharded along d,
+          devices exchange shards of d for shards of rows. If weight is sharded along d (FSDP), it
+          is gathered once, before the loop.
 
         Gradients are reduced over the devices once, after the loop, and scattered to the sharding
         of their operands. XLA's own partitioning would gather and reduce in each iteration.

@@ -347,8 +347,9 @@ def rms_norm_gated(
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: x and gate differ in shape, scale's shape, ``activation``, ``epsilon`` or
-        ``implementation`` is wrong, or the requested implementation cannot run this call.
+      ValueError: x and gate have different shapes; or the shape of scale, ``activation``,
+        ``epsilon`` or ``implementation`` is wrong; or the requested implementation cannot run this
+        call.
 
     Example:
       >>> import jax.numpy as jnp

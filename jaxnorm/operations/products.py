@@ -51,9 +51,9 @@ def product(
 ) -> jax.Array:
     """Return ``f(*arrays) @ weight``; save `arrays` and `weight`, but not f's result.
 
-    The result's cotangent is rounded to `dtype`. So the backward pass of a 16-bit matmul uses
-    16-bit matmuls. This is so even if the result is float32 because a bias or an activation
-    follows.
+    The result's cotangent is rounded to `dtype`, so the backward pass of a 16-bit matmul uses
+    16-bit matmuls. If a bias or an activation follows, the result and its cotangent are float32,
+    and the cotangent is rounded to 16 bits before these matmuls.
 
     Args:
       f: function of `arrays` that returns the first operand of the matmul, (..., d). It must be

@@ -166,10 +166,11 @@ def filled_softmax(
     fill: float,
     dtype: checks.DTypeLike,
 ) -> jax.Array:
-    """Return the softmax over the last axis of x + bias, with `fill` in place of masked entries.
+    """Compute the logits x + bias, set masked logits to `fill`, and return the softmax of each row.
 
-    Entries where `where` is False are masked. Flax masks the logits of attention in this way. If
-    all entries of a row are masked, all results of the row are equal, because `fill` is finite.
+    A row lies along the last axis. Logits where `where` is False are masked. Flax masks the logits
+    of attention in this way. If all logits of a row are masked, all results of the row are equal,
+    because `fill` is finite.
     """
     return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
 

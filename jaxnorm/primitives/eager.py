@@ -151,10 +151,10 @@ def _is_array(a: Any) -> bool:
 def _is_given(a: Any) -> bool:
     """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
-    The caller compiles the call if the result is True for all arrays. This includes tracers of
-    `jax.grad` outside `jax.jit`, which have a value. Compiling their calls saves time: JAX caches
-    the derivative of a compiled function, but traces the derivative of any other function again at
-    each call.
+    The value of a tracer of `jax.grad` outside `jax.jit` is available, so the result is True for
+    it. If the result is True for all arrays of a call, the caller compiles the call. Compiling
+    calls whose arrays are such tracers saves time: JAX caches the derivative of a compiled
+    function, but traces the derivative of any other function again at each call.
 
     There is one exception. If JAX is configured to check for NaNs or infinities, the result is
     False for all tracers. In a compiled call, this check would raise an error for the -inf that a

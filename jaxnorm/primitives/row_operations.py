@@ -50,7 +50,8 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
       bind: ``bind(call, *arrays)`` binds the primitive for a call that may differ from `call`, for
         example by having fewer operands.
       partitioned: function that is used if XLA's partitioner shards the arrays. It takes the call,
-        and returns a function that has a partitioning rule. The call is lowered to this function.
+        and returns a function that has a partitioning rule. `lowered` then returns this second
+        function.
     """
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):

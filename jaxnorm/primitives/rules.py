@@ -78,8 +78,9 @@ class Pass(Protocol):
 class Rules[P: Pass](abc.ABC):
     """The JAX rules of a family of calls.
 
-    There are two families: the softmaxes, losses and norms, and the linear losses, whose logits are
-    the result of a matmul. Each family has a subclass of this class.
+    There are two families. One consists of the softmaxes, losses and norms. The other consists of
+    the linear losses, whose logits are the result of a matmul. Each family has a subclass of this
+    class.
 
     Attributes:
       static: name of the primitive's parameter that has the call as its value.

@@ -324,7 +324,8 @@ def _line_of(operands: Sequence[Value]) -> str:
 def _is_library_s(body: Jaxpr) -> bool:
     """Return True if a jaxpr is the trace of a library's jitted function.
 
-    All calls of such a function share one trace, so its source lines may belong to another caller.
+    All calls of such a function share one trace. The source lines recorded in the trace may
+    therefore be those of another call.
     """
     place = getattr(getattr(body, "debug_info", None), "func_src_info", None) or ""
     return any(folder in place for folder in _folders())
@@ -528,8 +529,9 @@ class Program:
     Attributes:
       values: all arrays that equations compute, in the order of the equations.
       saved: the arrays that the forward pass saves for the backward pass.
-      by_origin: a dict of the saved arrays. The key of a saved array ``v`` is ``id(origin(v))``,
-        the identity of the array that ``v`` only names or copies.
+      by_origin: a dict of the saved arrays. The key of a saved array ``v`` is ``id(origin(v))``.
+        If ``v`` is the result of primitives that only name or copy an array, ``origin(v)`` is that
+        array. Otherwise, it is ``v``.
       advised: identities of the saved arrays for which advice has been found.
     """
 

@@ -30,13 +30,13 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Names of primitives, or beginnings of names. Code outside a loss may apply these primitives to the
-# arrays of the loss, because the derivatives of these primitives save no array of the logits' size.
-# There is one tuple for each of two kinds of advice:
+# Names of primitives, or beginnings of names. Advice is given even if code outside a loss applies
+# these primitives to the arrays of the loss. The reason is that the derivatives of these primitives
+# save no array of the logits' size. There is one tuple for each of two kinds of advice:
 #
 # * `_REDUCTIONS` is for advice to use a loss that includes the linear layer.
-# * `_OF_LOGITS` is for advice to use a loss that takes logits. If the user follows it, the program
-#   still computes the logits, so code outside the loss may also apply an argmax to them.
+# * `_OF_LOGITS` is for advice to use a loss that takes logits. With such a loss, the program still
+#   computes the logits. So code outside the loss may also apply an argmax to them.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
@@ -283,7 +283,8 @@ def _is_pick(user: Value) -> bool:
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
     """Return True if a value is used only by the loss and by primitives named in `others`.
 
-    `inside` are the arrays of the loss: a user that is one of them belongs to the loss. A string in
+    `inside` are the arrays of the loss. An operation that uses the value belongs to the loss if its
+    result is in `inside`. A string in
     `others` is the name of a primitive, or the beginning of the names of several primitives.
     """
     members = {*map(id, inside)}
@@ -362,7 +363,7 @@ def _is_slice(value: Value) -> bool:
 
 
 def _is_saved(operand: Value, program: Program) -> bool:
-    """Return True if an operand, or the array that it copies, is saved or is an argument."""
+    """Return True if an operand is saved or an argument, or is a copy of such an array."""
     value = origin(operand)
     while id(value) not in program.by_origin and value.made_by in kept_arrays.COPYING:
         value = origin(value.operands[0])

@@ -160,10 +160,10 @@ def _root(value: Value) -> Value:
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # The search ends at a matmul's result, or at a cast of the result to the same or fewer
-        # bits. If the result was cast to more bits, the search goes on to the result itself. The
-        # program may do such a cast separately for each use, and then only the result is common to
-        # all uses.
+        # When the search, which goes backwards, meets a matmul, it ends at the matmul's result. If
+        # the program casts this result to the same or fewer bits, the search ends at the cast. It
+        # does not end at a cast to more bits: the program may repeat such a cast for each use, and
+        # only the matmul's result is common to all uses.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -272,9 +272,9 @@ def _is_by_a_root(value: Value) -> bool:
 
 def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
     inside = {id(root), *map(id, region)}
-    # A norm divides x by the root of a mean of squares. Find the quotient, and the values that are
-    # computed from it. Values before the division, such as a cast of x, are not results of the
-    # norm, even if they have users outside the region.
+    # A norm divides x by the root of a mean of squares. The norm's results are the quotient, and
+    # the values that are computed from the quotient. Values before the division, such as a cast of
+    # x, are not results, even if operations outside the region use them.
     normalised: set[int] = set()
     for value in region:  # The values are in the order of computation.
         if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
@@ -286,9 +286,9 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
         return None
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    # By the definition of a region, its operands from outside have one number per row or per
-    # column. So if one of them is as large as x, it is a broadcast of such numbers, or an outer
-    # product: an array with one number per row times an array with one number per column.
+    # By the definition of a region, its operands from outside are made from arrays with one number
+    # per row or one number per column. If such an operand is as large as x, it is a broadcast of
+    # one of these arrays, or an outer product of two of them.
     factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors.values() if a.size == root.size]

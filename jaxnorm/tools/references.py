@@ -98,9 +98,10 @@ class Norm:
         subtract_mean: bool | None = None,
         epsilon: float = 1e-6,
     ) -> None:
-        """Compute the forward pass of a LayerNorm if `subtract_mean` is True, else of an RMSNorm.
+        """Compute the forward pass of a LayerNorm or an RMSNorm.
 
-        If `subtract_mean` is None, a norm is a LayerNorm if it has a bias.
+        It is a LayerNorm if `subtract_mean` is True, and an RMSNorm if it is False. If
+        `subtract_mean` is None, it is a LayerNorm if there is a bias, and otherwise an RMSNorm.
         """
         self.scale, self.bias = scale, bias
         self.subtract_mean = bias is not None if subtract_mean is None else subtract_mean

@@ -1,11 +1,11 @@
 """Running error analysis: float64 arrays with a bound on the error of each element.
 
-If a formula is evaluated with such arrays, the result is its value and an error bound. The bound is
-valid if the formula is evaluated in an arithmetic with roundoff u, with its terms in any order. The
-error of an operation is the sum of two errors. One is the error of its operands, propagated to
-first order. The other is its own rounding error: a few u, relative to the result. For a sum of n
-terms, the rounding error is about sqrt(n) u times the sum of the terms' magnitudes, because
-rounding errors add up like a random walk.
+The evaluation of a formula with such arrays gives its value in float64, and an error bound. The
+bound holds for another evaluation of the same formula, in a less precise arithmetic with roundoff
+u, with the terms of sums in any order. The error of an operation is the sum of two errors. One is
+the error of its operands, propagated to first order. The other is its own rounding error: a few u,
+relative to the result. For a sum of n terms, the rounding error is about sqrt(n) u times the sum of
+the terms' magnitudes, because rounding errors add up like a random walk.
 
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """

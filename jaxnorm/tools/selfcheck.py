@@ -142,9 +142,10 @@ def _loss(function: str) -> tuple[Case, ...]:
 
 
 def _reference(function: str) -> Callable[..., Results]:
-    """Return the reference of a public function.
+    """Return the reference implementation of a public function.
 
-    It is the function in `references` that has the name of the public function's operation.
+    Each public function runs an operation (see `FUNCTIONS`). The reference implementation is the
+    function in the module `references` that has the name of this operation.
     """
     reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
     return reference

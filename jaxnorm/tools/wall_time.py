@@ -1,8 +1,8 @@
 """Wall times of a few calls, compared with plain JAX, for ``python -m jaxnorm --check`` on a GPU.
 
-A time is measured for a jitted program that runs many times in a row, and includes the launch by
-the host. Such times are less accurate than the kernel times of the repository's benchmarks. If a
-program's kernels run for less than 50 us, the host takes longer to launch the program than the
+Each jitted program is called many times in a row. The measured time of a call includes the launch
+by the host. These times are less accurate than the kernel times of the repository's benchmarks. If
+a program's kernels run for less than 50 us, the host takes longer to launch the program than the
 kernels take to run. The measured time is then the time of the launch.
 """
 

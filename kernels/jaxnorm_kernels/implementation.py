@@ -115,8 +115,8 @@ class Results(NamedTuple):
         labels. Its dtype is ``spec.y_dtype``, or ``spec.norm.residual_dtype`` if y is the sum of a
         residual and a norm.
       h: the sum that is normalised, rounded to ``spec.norm.residual_dtype``. y is the norm of the
-        rounded sum. A plain norm has no h, but its cotangents may have one. It is then an extra
-        cotangent of x.
+        rounded sum. A plain norm has no h. The entry h of its cotangents is an extra cotangent of
+        x, or None.
       stats: the row statistics, if ``spec.has_stats`` is True.
       entropy: the entropy of each row, an array ``(rows,)`` in ``spec.y_dtype``.
     """
@@ -164,10 +164,10 @@ class Implementation(NamedTuple):
         warn about.
       tangent: a function that takes the tangents of the operands, where None stands for 0, and
         returns the tangents of the results. For a plain norm, the tangent of h is the tangent of x.
-        None in all implementations but xla.
+        Only the xla implementation has this function. In all others, the attribute is None.
       both: a function that takes operands and cotangents, and returns results and gradients. It
-        runs the forward and the backward pass in one kernel. None in all implementations but
-        mosaic.
+        runs the forward and the backward pass in one kernel. Only the mosaic implementation has
+        this function. In all others, the attribute is None.
     """
 
     forward: Callable[[Operands, Spec], Results]

@@ -149,8 +149,8 @@ class Operation:
       norms: the norms in a call. "first" is the norm of x before the residual is added. "last" is
         the norm whose result is y.
       derivative: the name of another operation, or None. If it is set, this operation uses the
-        tangent and the backward pass of the other operation. The other operation has no residual,
-        so the residual's gradient is the cotangent of y.
+        tangent and the backward pass of the other operation. This operation adds a residual to the
+        result of the other operation, so the residual's gradient is the cotangent of y.
       has_kernels: False if only the xla implementation has the operation.
       out_name: the name of y for `jax.checkpoint` policies, or None. If the derivative starts from
         h, h has this name, too.

@@ -424,11 +424,12 @@ class Spec:
 
     @functools.cached_property
     def renormalises(self) -> bool:
-        """True if y is a softmax that is rounded to 16 bits. Its derivative divides by sum(y) then.
+        """True if y is a softmax that is rounded to 16 bits.
 
-        Let d be the cotangent of y. If a row of y is nearly one-hot, the two terms of d - sum(d *
-        y) nearly cancel. Without the division, the rounding error of y would dominate their
-        difference. In bfloat16, the derivative would be wrong by up to |d| / 512.
+        The derivative of such a softmax is divided by sum(y), for the following reason. Let d be
+        the cotangent of y. If a row of y is nearly one-hot, the two terms of d - sum(d * y) nearly
+        cancel. Without the division, the rounding error of y would dominate their difference. In
+        bfloat16, the derivative would be wrong by up to |d| / 512.
         """
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 
@@ -504,7 +505,7 @@ class Spec:
 
     @functools.cached_property
     def scale_floor(self) -> float | None:
-        """The lower limit to which the norm raises |scale + scale_offset|; None for no limit."""
+        """The minimum that replaces a smaller |scale + scale_offset|; None for no minimum."""
         if self.norm.saved == "input" or self.norm.scale_dtype is None:
             return None
         return _SCALE_FLOOR.get(self.y_dtype.name)

@@ -242,7 +242,8 @@ def _add(
         first is m, the second is s. The third is T / f for an entropy, the sum of x - r for label
         smoothing, and otherwise unused.
       of_rows: a tuple of five arrays `(tile_rows, 1)`.
-        1. Pointers to the start of each row's first block.
+        1. Pointers to the start of each row's first block. The start is an aligned address, at or
+           before the row's first column.
         2. The number of elements from this start to the row's first column.
         3. The number of elements from this start to the label's column.
         4. r.

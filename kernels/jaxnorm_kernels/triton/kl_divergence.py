@@ -242,10 +242,11 @@ def _add(
 
 @triton.jit
 def _difference(p, q, pair: tl.constexpr):
-    """Return f_P * p - f_Q * q, the differences of P's and Q's logits z = f * g(x).
+    """Return f_P * p - f_Q * q, where f_P and f_Q are the factors f in the logits z = f * g(x).
 
-    `p` and `q` are the values g(x) of P's and Q's logits, or differences of such values. If `p` and
-    `q` are equal, and f is the same for P and Q, the result is exactly 0.
+    `p` is an array of values g(x) of P's logits, and `q` of Q's logits. They may also be arrays of
+    differences between two such values. If `p` and `q` are equal, and f is the same for P and Q,
+    the result is exactly 0.
     """
     if pair.p.factor == pair.q.factor:
         u = pair.p.factor * (p - q)

@@ -156,8 +156,9 @@ def scaled(dz, logits: tl.constexpr):
 def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
     """Return the number of columns that must be loaded for a tile of rows.
 
-    A row of a causal softmax needs the columns up to the diagonal, so the result is the largest
-    such number of any row of the tile. Otherwise, all columns are needed.
+    In a causal softmax, a row needs only the columns up to the diagonal. The result is then the
+    maximum of this number over the rows of the tile. In a softmax that is not causal, the result is
+    the number of all columns.
     """
     end = tiling.cols
     if logits.queries > 0:

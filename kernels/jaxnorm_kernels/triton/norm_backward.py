@@ -1,11 +1,13 @@
 """Backward passes of LayerNorm and RMSNorm, computed from the saved output or the saved input.
 
-For a row of N elements, let G = scale + scale_offset, r = rstd and d = dy. For RMSNorm, c1 is 0:
+For a row of N elements, let G = scale + scale_offset, r = rstd and d = dy:
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
+
+For RMSNorm, mean and c1 are 0 in these formulas.
 
 With an activation after the norm, the backward pass starts from the saved input. It recomputes the
 norm's result n = xh * G + bias, and sets d = dy * activation'(n).
@@ -22,9 +24,10 @@ norm, x * A takes the place of x in these formulas, and they give dt, the gradie
     y = norm(x) A     dgate = dy xh G A'
     y = norm(x A)     dgate = dt x A'           dx = dt A
 
-As in the forward pass, |G| is raised to a lower limit, and the bias is rounded to y's dtype. If y
-may have lost information about xh, because of a bias or a very small G, |xh| is clipped to its true
-bound sqrt(N). |y| is clipped to the largest finite number (`Spec.y_limit`).
+As in the forward pass, |G| is replaced by a minimum (`Spec.scale_floor`) if it is smaller, and the
+bias is rounded to y's dtype. If y may have lost information about xh, because of a bias or a very
+small G, |xh| is clipped to its true bound sqrt(N). |y| is clipped to the largest finite number
+(`Spec.y_limit`).
 
 Each program loops over some of the rows and adds up their dscale and dbias in registers. The sums
 of the programs are added outside the kernel in a fixed order. If rows are too wide for these sums

@@ -235,9 +235,9 @@ def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: t
     """Return (x - mean, r, mean). x - mean is a tuple with one array for each tile of the row.
 
     The mean is computed with a correctly rounded division. Triton's `/` has an error of up to 2
-    ulps. If all numbers of a row are equal, their mean computed with `/` could differ from them. x
-    - mean would then be a small error instead of 0. r is large in such a row, so (x - mean) * r
-    could be as large as 1.
+    ulps. If all numbers of a row are equal, a mean computed with `/` could differ slightly from
+    them. The difference (x - mean) would then be a small error instead of 0. r is large in such a
+    row, so (x - mean) * r could be as large as 1.
     """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:

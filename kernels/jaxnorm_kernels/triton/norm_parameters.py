@@ -1,8 +1,8 @@
 """Code that the norms' kernels share: compile-time parameters, scale and bias, and activations.
 
 The activations are functions of `jax.nn`. The kernels compute an activation together with its
-derivative, from a single sigmoid s(t) = 1 / (1 + exp(-t)). In the derivative, s is the value of the
-sigmoid in the same line:
+derivative, from a single sigmoid s(t) = 1 / (1 + exp(-t)). In the last column of this table, s
+stands for the sigmoid in the same row of the table, s(g) or s(z):
 
     name          activation of g    derivative
     sigmoid       s(g)               s (1 - s)
@@ -33,7 +33,7 @@ class Norm:
       subtract_mean: True for LayerNorm, False for RMSNorm.
       epsilon: the number that is added to the mean square (or variance) under the root.
       scale_offset: the number that is added to the scale: G = scale + scale_offset.
-      scale_floor: the lower limit to which |G| is raised; 0 for no limit.
+      scale_floor: the minimum of |G|. A smaller |G| is replaced by it. 0 for no minimum.
       from_output: True if the backward pass starts from the saved y, False if it starts from the
         saved input of the norm.
       x_hat_limit: the magnitude to which a backward pass from y clips x_hat; 0 for no limit.
@@ -94,7 +94,7 @@ def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
 
 @triton.jit
 def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
-    """Return G = scale + offset for the columns of a tile, with |G| raised to at least `floor`."""
+    """Return G = scale + offset for the columns of a tile, with |G| at least `floor`."""
     if scale[0] is None:
         g = 1.0
     else:
@@ -158,7 +158,8 @@ class Gate:
 
     Attributes:
       activation: the name of the function that is applied to the gate.
-      comes_first: True if x is multiplied by the activated gate, False if the norm of x is.
+      comes_first: True if the activated gate multiplies x before the norm. False if it multiplies
+        the result of the norm.
     """
 
     activation: str

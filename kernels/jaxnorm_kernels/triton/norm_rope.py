@@ -15,11 +15,11 @@ each pair (a, b) of v. With d = back(dy):
     from the input      xh = x r,                                            c2 = mean(d G xh)
     both                dx = r (d G - xh c2),                                dscale = sum_rows(d xh)
 
-If cos^2 + sin^2 is 0 for a pair, n cannot be recovered, and is taken to be 0. |G| is raised to a
-lower limit as in `norm_forward`. |xh| is always clipped to its true bound sqrt(N), because it may
-have a large error: back(y) mixes the rounding errors of the two columns of a pair. If one column
-has a small G, the division by this G magnifies the error from the other column. |y| is clipped to
-the largest finite number (`Spec.y_limit`).
+If cos^2 + sin^2 is 0 for a pair, n cannot be recovered, and is taken to be 0. |G| is replaced by
+a minimum if it is smaller, as in `norm_forward`. |xh| is always clipped to its true bound sqrt(N),
+because it may have a large error: back(y) mixes the rounding errors of the two columns of a pair.
+If one column has a small G, the division by this G magnifies the error from the other column. |y|
+is clipped to the largest finite number (`Spec.y_limit`).
 
 A row is an attention head. Heads are short, so a program holds several whole rows. It holds a row
 as two or three arrays, called *parts*: the first columns of all pairs, the second columns of all
@@ -311,7 +311,7 @@ def _turned_back(y, cos, sin, norm: tl.constexpr):
 
 @triton.jit
 def _row_sums(parts):
-    """Return the sum of each row, given as a tuple of parts (see the module docstring)."""
+    """Return each row's sum. `parts` is a tuple of the rows' parts (see the module docstring)."""
     sums = tl.sum(parts[0] + parts[1], axis=1)
     if len(parts) > 2:
         sums += tl.sum(parts[2], axis=1)

@@ -61,8 +61,8 @@ class Schedule:
 
     Attributes:
       block: the number of columns in a tile, a power of two.
-      pieces: the number of adjacent tiles of a row that a program holds at once. If these tiles do
-        not contain the whole row, the program loops over the row, tile by tile.
+      pieces: the number of tiles that a program holds at once. They lie side by side in the same
+        rows. If they do not contain the whole rows, the program loops over all tiles of the rows.
       warps: the number of warps (of 32 threads) in a program.
       tile_rows: the number of rows in a tile, a power of two.
       registers: the maximum number of registers of a thread.
@@ -199,13 +199,14 @@ SOFTMAX_FORWARD = (
     # with this line.
     Line(8192, warps=8, per_sm=4),
     Line(32768, warps=32, per_sm=1),
-    # Programs of the lines from here on load rows twice. The second load hits the L2 cache, which
-    # has room for all rows that are being processed.
+    # This line of the table and the two lines after it have `looped=True`: a program loads each row
+    # twice. The second load hits the L2 cache, which has room for all rows that are being
+    # processed.
     #
-    # This line is for unaligned rows, in which each value needs a separate address. A thread has 8
-    # values. With the schedule of the next line, a thread would have 16 values, and registers would
-    # spill: 50257 columns (GPT-2) would take 1.25 times as long as with this line. If this line had
-    # 32 warps instead of 16, the same columns would take 1.09 times as long.
+    # This line is for unaligned rows, in which each value needs a separate address. Two other
+    # schedules were timed for 50257 columns (GPT-2). The schedule of the next line takes 1.25 times
+    # as long, because a thread has 16 values instead of 8, and registers spill. A schedule like
+    # this line's, but with 32 warps, takes 1.09 times as long.
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True, itemsize=2),
     # With the schedule of the next line, 128256 columns (Llama 3) would take 1.08 times as long as
     # with this line.
@@ -214,10 +215,11 @@ SOFTMAX_FORWARD = (
 )
 
 # The forward pass of a softmax with a mask, a bias or a causal mask. If a program loops over the
-# row, a thread has only 8 values of a piece, because the addresses of the additional arrays take
-# registers. In unaligned rows, each value even needs a separate address in each array. So an SM
-# runs only one program of 16 warps at a time, and a thread has 128 registers. With 32 warps, a
-# thread would have 64 registers, and 50257 masked columns of 16 bits would take 1.18 times as long.
+# tiles of a row, a thread has only 8 values of a tile, because the addresses of the additional
+# arrays take registers. In unaligned rows, each value even needs a separate address in each array.
+# For these rows, an SM therefore runs only one program of 16 warps at a time, so that each thread
+# can have 128 registers. With 32 warps, a thread would have only 64 registers, and 50257 masked
+# columns of 16 bits would take 1.18 times as long.
 LOGITS_FORWARD = (
     *SOFTMAX_FORWARD[:3],
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
@@ -255,8 +257,8 @@ SOFTMAX_BIAS_BACKWARD = (
     # With the schedule of the last line of this table, 8192 columns would take 1.32 times as long
     # as with this line.
     Line(8192, warps=16, per_sm=1, stages=2),
-    # For longer rows, a program processes only one piece of each row, because its registers have
-    # room for the sums of only one piece. The gradient depends on the totals of whole rows. An
+    # For longer rows, a program processes only one tile of each row, because its registers have
+    # room for the sums of only one tile. The gradient depends on the totals of whole rows. An
     # earlier kernel computes these totals.
     Line(None, warps=4, per_sm=8, looped=True),
 )
@@ -276,19 +278,19 @@ NORM_FORWARD = (
     # LayerNorm of 2048 columns 1.15 times as long.
     Line(3072, warps=4, per_sm=8, share=2048),
     # With the schedule of the next line, a norm of 4096 columns with a gate would take 1.09 times
-    # as long, and two norms of 3584 columns 1.10 times as long as with this line. The two norms are
-    # faster with this line although 28 bytes per thread spill. Float32 or unaligned rows would
-    # spill more, so this line is not for them.
+    # as long as with this line. A call with two norms of 3584 columns would take 1.10 times as
+    # long, although 28 bytes per thread spill with this line. Float32 or unaligned rows would spill
+    # more, so this line is not for them.
     Line(4096, warps=4, per_sm=8, itemsize=2, unaligned=False),
-    # With the schedule of the previous line, two norms of 5120 columns would take 1.25 times as
-    # long, because 120 bytes per thread would spill. With the schedule of the next line, two norms
-    # of 5376 columns would take 1.13 times as long, and LayerNorm of 5120 columns 1.47 times as
-    # long as with this line.
+    # With the schedule of the previous line, a call with two norms of 5120 columns would take 1.25
+    # times as long as with this line, because 120 bytes per thread would spill. The schedule of the
+    # next line is slower than this line, too: a call with two norms of 5376 columns would take 1.13
+    # times as long, and LayerNorm of 5120 columns 1.47 times as long.
     Line(6144, warps=8, per_sm=4, values=4),
     # With the schedule of the last line of this table, LayerNorm of 12288 columns would take 1.26
     # times as long as with this line.
     Line(16384, warps=16, per_sm=2, values=4),
-    # For rows of more than 16384 columns. A thread has 8 values of a piece. With 16, registers
+    # For rows of more than 16384 columns. A thread has 8 values of a tile. With 16, registers
     # would spill if the call has a residual. Without a residual, 16 values would take only 0.84
     # times as long as 8 values, but no known model has norms of so many columns.
     Line(None, warps=16, per_sm=2, looped=True),
@@ -299,10 +301,11 @@ NORM_BACKWARD = (
     # latency. A thread has 128 registers. They hold 8 values of each array of x's shape, of each
     # parameter and of each parameter's gradient.
     Line(1024, warps=4, per_sm=4, share=1024, stages=4),
-    # The next line has pieces of 1024 columns. In rows of 1152 or 1280 columns, its second piece
-    # would leave most threads idle, and these rows would take 1.03 to 1.47 times as long as with
-    # this line. With this line, LayerNorm spills 16 bytes per thread. For float32 or unaligned
-    # rows, it would spill more and be slower, so this line is not for them.
+    # This line is for rows of up to 1280 columns, such as 1152 or 1280. The schedule of the next
+    # line has tiles of 1024 columns. The second tile of such a row would leave most threads idle,
+    # and the row would take 1.03 to 1.47 times as long. However, LayerNorm spills 16 bytes per
+    # thread with this line. Float32 or unaligned rows would spill more, and be slower than with the
+    # next line. Therefore this line is not for them.
     Line(1280, warps=4, per_sm=4, stages=4, itemsize=2, unaligned=False),
     # With the schedule of the next line, LayerNorm of 2560 columns would take 1.12 times as long as
     # with this line.
@@ -442,10 +445,11 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
     """Return how many adjacent elements of a row a thread of a loss kernel loads at once.
 
-    They have at most 16 bytes in the widest dtype of the operands. If their number does not divide
-    the row length, a row may start at an unaligned address. The first block of the row then begins
-    at the last aligned address before the row. Rows that are too short to contain a whole block use
-    narrower loads instead.
+    These elements have at most 16 bytes in the widest dtype of the operands. If their number does
+    not divide the row length, a row may start at an unaligned address. The kernel then starts to
+    load the row at the last aligned address before it. A row that is shorter than two blocks of
+    `schedule.block` columns is not loaded in this way. For such rows, the number is reduced, if
+    necessary, until it divides the row length.
     """
     widest = max(dtype.itemsize for dtype in spec.operand_dtypes)
     most = min(_VECTOR // widest, schedule.block)

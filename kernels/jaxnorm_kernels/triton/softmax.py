@@ -154,9 +154,10 @@ def _load_rows(
 def _softmax_fwd_looped(
     x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """Load rows twice, one block of columns after another: first to compute m and s, then for y.
+    """Store the softmax y. Load each row block by block, once for m and s, and once more for y.
 
-    For a new block z, with m the maximum of the blocks so far and s their sum of exp(z - m):
+    m is the maximum of the elements in the blocks that have been loaded so far. s is the sum of
+    exp(v - m) over these elements v. With a new block z, m and s become m' and s':
 
     m' = max(m, max(z))     s' = s exp(m - m') + sum(exp(z - m'))
     """

@@ -26,7 +26,8 @@ class Tiling:
       cols: the number of columns of a row.
       tile_rows: the number of rows of a tile, a power of two.
       block: the number of columns of a tile, a power of two.
-      pieces: the number of adjacent tiles of a row that a program holds at once.
+      pieces: the number of tiles that a program holds at once. They lie side by side in the same
+        rows.
     """
 
     cols: int

@@ -249,9 +249,10 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
-    """Return T = sum(exp(x - m) * (x - m)) of each row.
+    """Return T = sum(exp(z - max(z)) * (z - max(z))) over the unmasked logits z of each row.
 
-    The argument `x` is g of the logits, not the logits themselves; see the module docstring.
+    The argument `x` is not the array z = f * g, but the array g. `label_sums` defines f and g. `m`
+    is the maximum of g in each row.
     """
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     scale = scale_of(operands.logits_scale, spec)
@@ -331,8 +332,8 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 def above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
     """Return log(p) + H, or 0 where p is 0. H is the entropy, -sum(p * log(p)).
 
-    The argument `x` is the array g(x) that `probabilities` returns. It does not contain the logits
-    z = f * g(x).
+    The argument `x` is not the array of logits z = f * g, but the array g that `probabilities`
+    returns. `label_sums` defines f and g.
     """
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)

@@ -11,8 +11,8 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.reductions import vary_like
 
-# The value None, with the type Any. It is the default of `backward`, for operations that use the
-# backward pass of another operation.
+# The default of `Formulas.backward`: None, declared with the type Any. Operations that use the
+# backward pass of another operation keep this default.
 _ANOTHER_S: Any = None
 
 

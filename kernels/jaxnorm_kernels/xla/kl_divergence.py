@@ -79,9 +79,9 @@ class _Logits(NamedTuple):
     slope: Scale
 
     def below(self, largest: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Return g - `largest` in the dtype of `largest`. It is -inf in masked entries.
+        """Return g - `largest`, with -inf in masked entries.
 
-        `largest` is the maximum of g in each row.
+        `largest` is the maximum of g in each row. The result has the dtype of `largest`.
         """
         difference = self.g.astype(largest.dtype) - largest
         return difference if mask is None else jnp.where(mask, difference, -jnp.inf)

@@ -21,9 +21,9 @@ For the second sum, the label's lane is gathered from each row, and only its ele
 with the label. Lanes are short, because gathers are slow. Both formulas add the same terms. As no
 term is negative, their order hardly matters for the accuracy.
 
-On a CPU, exponentials take two thirds of the time of the loss and its gradient. So the forward pass
-and the backward pass both compute the same array e on a CPU. In a program with both passes, XLA
-computes e only once, and stores it:
+On a CPU, exponentials take two thirds of the time of the loss and its gradient. To compute them
+only once, the forward pass and the backward pass use the same formula for an array e. In a program
+with both passes, XLA finds the common formula, computes e once and stores it:
 
     e      = exp(x - m), but 0 in the label's column
     others = sum(e)
@@ -136,7 +136,7 @@ def label_sums(
       m: the maximum of `kept`, in the arithmetic dtype. The results have this dtype too.
       label: the column of the row's label. If it is -1, the results are arbitrary.
       at_label: a mask of x's shape, True in the label's column.
-      scale: the scale a of the logits; None for `LogitsOptions.logits_scale`.
+      scale: the scale a of the logits. If it is None, `LogitsOptions.logits_scale` is used.
     """
     scale = spec.logits.logits_scale if scale is None else scale
     masked, wide = kept is not x, spec.compute_dtype

@@ -98,12 +98,12 @@ def log_probs_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: S
 def _probabilities(
     residuals: Residuals, labels: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return four arrays: g(x), p, a mask of rows, and a mask of relevant entries.
+    """Return four arrays: g(x), p, a mask of valid rows, and a mask of relevant elements.
 
-    The mask of rows is True for the rows that have an entry. These are the rows that are not
-    excluded by ``positions`` and have an unmasked column. In these rows, an entry is relevant if it
-    is unmasked, or if it is in the column of a label. In all other rows, no entry is relevant. Only
-    the derivatives of relevant entries may be nonzero.
+    A row is valid if ``positions`` does not exclude it and it has an unmasked column. In a valid
+    row, an element is relevant if it is unmasked, or if it is in the column of a label. In all
+    other rows, no element is relevant. Only derivatives with respect to relevant elements may be
+    nonzero.
     """
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf

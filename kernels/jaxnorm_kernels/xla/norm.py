@@ -5,19 +5,22 @@ formulas:
 
     r = 1 / sqrt(mean((x - mean)^2) + epsilon)     xh = (x - mean) r     y = xh G + bias
 
-In the backward pass, let d = dy. For RMSNorm, c1 is 0:
+In the backward pass, let d = dy:
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+For RMSNorm, c1 is 0 in these formulas.
+
 With an activation, let n = xh * G + bias. Then y = activation(n), and d = dy * activation'(n).
 
 With a residual, there are three forms: y = norm(x + residual), y = residual + norm(x), and y =
 norm(residual + norm(x)). In the first and the third form, h is the sum that is normalised. h may
-have a cotangent dh in addition to the cotangent of y. Let s be the gradient of h: the formula of
-dx, applied to norm(h), plus dh. For h = residual + branch_scale * x:
+have a cotangent dh in addition to the cotangent of y. The gradient of h is s = dh + dx(h). Here,
+dx(h) is the result of the formula of dx above, with h in place of x. The gradients of the terms of
+h = residual + branch_scale * x are:
 
     dresidual = s       dx = branch_scale * s       dbranch_scale = sum_rows(s x)
 
@@ -32,8 +35,8 @@ of dx gives dt, the gradient of t:
 The backward pass from the output does not need the mean. Its c2 needs no division by G, because G
 cancels. Three measures keep it accurate:
 
-* The forward pass raises |G| to a lower limit (``Spec.scale_floor``), so that xh can be recovered
-  from y even if scale is 0.
+* In the forward pass, |G| is replaced by a minimum (``Spec.scale_floor``) if it is smaller, so that
+  xh can be recovered from y even if scale is 0.
 * The forward and the backward pass use the same bias, rounded to y's dtype.
 * |xh| is clipped to its true bound sqrt(N), and |y| to the largest finite number
   (``Spec.y_limit``).

@@ -208,8 +208,8 @@ def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
     """Return v with masked entries set to 0, even if they are infinite or NaN.
 
     Cotangents are masked before any multiplication, because 0 * inf would make the row NaN.
-    Products with a sum over the row are masked, too: if one element of the row is NaN, the sum is
-    NaN, and so is the product in masked entries.
+    If an array is multiplied by a sum over the row, the result is masked again: if one unmasked
+    element of the row is NaN, the sum is NaN, and the multiplication makes masked entries NaN, too.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)
