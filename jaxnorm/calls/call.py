@@ -300,11 +300,12 @@ class Call:
         """Names of the operands and results that a kernel can use without a copy.
 
         A kernel requires aligned arrays. An array may be a slice of another array and therefore
-        unaligned, so most arrays are copied. Two kinds of arrays need no copy here:
+        unaligned, so jaxnorm copies most arrays. It need not copy two kinds of arrays, because they
+        are aligned without its copy:
 
         - Residuals that the forward pass computes for the backward pass. A loop over layers may
-          stack them, so that the kernel gets a slice of the stack. If this slice is not aligned,
-          XLA makes a copy, and no second copy is needed.
+          stack them, so that the kernel gets a slice of the stack. If such a slice is not aligned,
+          XLA itself copies it to an aligned array.
         - The arrays of a linear loss. The code of the linear loss aligns them.
         """
         if self.primitives is not None and self.spec.is_loss:

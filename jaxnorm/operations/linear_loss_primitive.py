@@ -133,14 +133,14 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: it becomes one call with more rows, or a loop over the batch elements.
 
-        The loop is used if weight or bias is batched, or if the call returns gradients of weight or
-        bias, because these differ between batch elements. The loop is not slow: the matmuls of one
-        element fill a GPU.
+        The loop is used if weight or bias is batched. It is also used if a forward pass computes
+        gradients, or if any pass returns gradients of weight or bias, because each batch element
+        has separate gradients. The loop is not slow: the matmuls of one element fill a GPU.
 
-        A batch of means (or sums) becomes one call. It returns the losses of all rows, which are
-        then averaged for each batch element. If the user differentiates the batched function, the
-        backward pass is also one call for the rows of all batch elements. It accumulates a single
-        gradient of weight, instead of one gradient for each batch element.
+        All other batches become one call. If the loss is a mean or a sum, this call returns the
+        losses of all rows, which are then averaged or summed for each batch element. Its backward
+        pass takes the cotangents of all batch elements, and returns the sum of their gradients of
+        weight. So it needs memory for only one gradient of weight.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -253,16 +253,17 @@ class _LossRules(Rules[LinearLossCall]):
 def _gathered_rows(
     x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
 ) -> tuple[tuple[str, ...], ...]:
-    """Return, for each axis of x but the last, the mesh axes over which x is gathered.
+    """Return the mesh axes over which x is gathered: one tuple for each row axis of x.
 
-    For each of these axes of x, the result is a tuple of the mesh axes that shard both the axis and
-    the classes. x is gathered over them before the loop. They must be the last (innermost) mesh
-    axes that shard the axis, so that gathered rows are in order. If they are not, or if weight is
-    smaller than x, weight is gathered instead of x, and all tuples are empty.
+    The row axes of x are all axes except the last. The tuple of a row axis has the mesh axes that
+    shard both this row axis and the classes. x is gathered over these mesh axes before the loop.
+    Among all mesh axes that shard the row axis, these must be the last (innermost) ones, so that
+    gathered rows are in order. If they are not, or if weight is smaller than x, weight is gathered
+    instead of x, and all tuples are empty.
 
     Args:
       x, weight: types of the arrays.
-      rows: for each axis of x but the last, the mesh axes that shard it.
+      rows: for each row axis of x, the mesh axes that shard it.
       classes: the mesh axes that shard the classes.
       mesh: the mesh.
     """

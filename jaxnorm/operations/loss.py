@@ -164,9 +164,10 @@ def of_rows(
         array = checks.weights(function, "where", where, dtype)
         mask, weights = masks(function, array, view)
     if in_order != axes:
-        # A label numbers the classes in row-major order of the class axes. The user's labels assume
-        # the order in which the user gave the axes. The call assumes ascending order. Instead of
-        # converting the labels, move the class axes of the logits into the user's order.
+        # A label is the index of a class in row-major order of the class axes. The user's labels
+        # are computed with the axes in the order of the argument `axis`, such as (2, 1).
+        # `loss_call` takes the axes in ascending order, here (1, 2). So transpose the logits: move
+        # axis 2 to position 1, and axis 1 to position 2. The labels then fit without a conversion.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     expected = view.shape_of("label")

@@ -197,8 +197,8 @@ def layer_norm(
       Array of x's shape in ``dtype``.
 
     Differentiable in reverse and forward mode, to any order. Gradients of the parameters have the
-    parameters' shapes and dtypes, and are summed in float32. Forward mode also computes tangents
-    from the saved array. The tangent of y with respect to ``scale`` has the accuracy of y's dtype
+    parameters' shapes and dtypes, and are summed in float32. Both modes compute derivatives from
+    the saved array. The tangent of y with respect to ``scale`` has the accuracy of y's dtype
     with ``save="output"``, and the accuracy of float32 with ``save="input"``.
 
     For second derivatives, prefer ``save="input"``. With ``save="output"``, second derivatives with

@@ -192,11 +192,12 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
-    # reduce_precision rounds h to its own dtype. This changes no value, and XLA removes it. It only
-    # makes the result a different array from the named h. Suppose that a `jax.checkpoint` policy
-    # saves the named h, and that the result is an argument of a later `jax.checkpoint`. If the
-    # result were the named h itself, JAX would save it a second time, as this argument. A different
-    # array is recomputed from the saved h instead.
+    # The result must be a different array from the named h, for the following case: a
+    # `jax.checkpoint` policy saves the named h, and the result is an argument of a later
+    # `jax.checkpoint`. If the result were the named h itself, JAX would save it a second time, as
+    # this argument. JAX does not save a different array, but recomputes it from the saved h. So
+    # apply an operation that changes no value: reduce_precision rounds h to its own dtype. XLA
+    # removes this operation.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
@@ -379,10 +380,10 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
         return sharding.vary_alike([y, x])[0]
 
     def refused(*arrays: jax.Array) -> jax.Array:
-        """The branch for platforms without Mosaic kernels: its lowering raises ValueError.
+        """The branch for platforms without Mosaic kernels. Lowering it raises ValueError.
 
-        It runs the norm and then the matmul. The norm has ``implementation="mosaic"``, so its
-        lowering raises the error that all functions of jaxnorm raise on such platforms.
+        The branch consists of the norm and the matmul. The norm has ``implementation="mosaic"``. On
+        these platforms, the lowering of such a norm raises the usual ValueError of jaxnorm.
         """
         call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
         for _ in range(arrays[0].ndim - len(norm.view.shape)):

@@ -68,8 +68,8 @@ def softmax(
       Array of x's shape in ``dtype``. As in :mod:`jax.nn`, a row is NaN if it includes +inf or NaN,
       or if all of its entries are -inf.
 
-    Differentiable in reverse and forward mode, to any order. Forward mode also computes tangents
-    from y.
+    Differentiable in reverse and forward mode, to any order. Both modes compute
+    derivatives from y.
 
     Raises:
       TypeError: the dtype of x or bias, or ``dtype``, is not a supported float dtype, ``where`` is

@@ -139,10 +139,10 @@ def _lower_recomputed(
 ) -> list[jax.Array]:
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # The barrier makes the two bools wait for the cotangents, and f's intermediates depend on
-        # the bools. So the cotangents must be operands of the barrier, too. A barrier around only
-        # the bools would delay nothing, because the bools do not depend on the backward pass: XLA
-        # would compute f's derivative early and save it.
+        # XLA must not compute f's intermediates before the backward pass, because it would have to
+        # store them. The intermediates depend on the two bools. The barrier delays the bools until
+        # all its operands are available. The cotangents are among these operands, because they are
+        # only available in the backward pass.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)
     return jaxpr_as_fun(jaxpr)(*operands)

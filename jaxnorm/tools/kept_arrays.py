@@ -241,10 +241,10 @@ def origin(value: Value) -> Value:
 def reached(
     start: Iterable[Value], following: Callable[[Value], Iterable[Value]]
 ) -> dict[int, Value]:
-    """Return all values that can be reached from `start`, in breadth-first order.
+    """Return a dict of all values that can be reached from `start`, in breadth-first order.
 
-    The keys of the dict are the identities (`id`) of the values. `following` returns the next
-    values after a value.
+    The keys are the identities (`id`) of the values. `following` returns the next values after a
+    value.
     """
     seen = {id(v): v for v in start}
     queue = [*seen.values()]

@@ -47,9 +47,9 @@ class Shared:
 
     Attributes:
       segments: a pair (size, has_axis) for each axis of x that is not normalised. has_axis is False
-        if the operand is broadcast along this axis. Adjacent axes with equal has_axis are merged.
-        The rows of the operand are numbered in row-major order of the axes for which has_axis is
-        True.
+        if the operand is broadcast along this axis. Adjacent axes with equal has_axis are merged
+        into one segment, whose size is the product of their sizes. The rows of the operand are
+        numbered in row-major order of the axes for which has_axis is True.
       has_columns: True if the operand has the shape ``(n, cols)``, False if it has the shape ``(n,
         1)``.
     """
@@ -69,10 +69,11 @@ class Shared:
 
     @property
     def run(self) -> int:
-        """Number of consecutive rows of x in a *run*: the size of the last segment.
+        """Number of rows in a *run*, which is a sequence of consecutive rows of x.
 
-        The rows of x are divided into runs. If the operand is broadcast along the last segment, all
-        rows of a run use the same row of the operand. Otherwise, they use consecutive rows of it.
+        All runs of x have this number of rows. It is the size of the last entry of `segments`: one
+        axis of x, or several adjacent axes. If the operand is broadcast along these axes, all rows
+        of a run use the same row of the operand. Otherwise, they use consecutive rows of it.
         """
         return self.segments[-1][0] if self.segments else 1
 

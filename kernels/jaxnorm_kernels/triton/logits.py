@@ -181,9 +181,9 @@ def term_of_total(y, d, logits: tl.constexpr):
 def total_of(terms, weights, logits: tl.constexpr):
     """Return each row's total (see `term_of_total`), an array `(tile_rows, 1)`.
 
-    `terms` is a tile with partial sums of the results of `term_of_total`: column i has the sum over
-    column i of all blocks of the row. In the same way, `weights` has partial sums of y. This
-    function adds up the columns of each tile.
+    `terms` is the elementwise sum of several tiles: the results of `term_of_total` for all blocks
+    of columns of the rows. In the same way, `weights` is the sum of the tiles of y. This function
+    adds up the columns of `terms` and, if it needs sum(y), the columns of `weights`.
     """
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:

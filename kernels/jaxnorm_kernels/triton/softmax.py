@@ -385,11 +385,13 @@ def _softmax_bwd_bias(
     tile_shares: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx = scale * dz, and the program's sums of dz over rows that share a row of the bias.
+    """Store dx = scale * dz, and sums of dz for the gradient of the bias.
+
+    `sharing` rows of x use the same row of the bias, and the gradient of this row is the sum of
+    their dz. A program processes `each` of the `sharing` rows, and stores the sum of their dz.
 
     If a program holds whole rows, it computes their totals (see `logits.term_of_total`) itself, and
-    `total_ptr` is None. Otherwise, it loads the totals. `sharing` is the number of rows of x that
-    share a row of the bias. `each` is the number of these rows that a program processes.
+    `total_ptr` is None. Otherwise, it loads the totals.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
