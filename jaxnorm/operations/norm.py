@@ -198,8 +198,8 @@ def layer_norm(
 
     Differentiable in reverse and forward mode, to any order. Gradients of the parameters have the
     parameters' shapes and dtypes, and are summed in float32. Both modes compute derivatives from
-    the saved array. The tangent of y with respect to ``scale`` has the accuracy of y's dtype
-    with ``save="output"``, and the accuracy of float32 with ``save="input"``.
+    the saved array. The tangent of y with respect to ``scale`` has the accuracy of y's dtype with
+    ``save="output"``, and the accuracy of float32 with ``save="input"``.
 
     For second derivatives, prefer ``save="input"``. With ``save="output"``, second derivatives with
     respect to ``scale`` have a relative error of about ``u / |scale|``, where u is the unit

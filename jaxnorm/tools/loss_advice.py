@@ -284,8 +284,8 @@ def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str,
     """Return True if a value is used only by the loss and by primitives named in `others`.
 
     `inside` are the arrays of the loss. An operation that uses the value belongs to the loss if its
-    result is in `inside`. A string in
-    `others` is the name of a primitive, or the beginning of the names of several primitives.
+    result is in `inside`. A string in `others` is the name of a primitive, or the beginning of the
+    names of several primitives.
     """
     members = {*map(id, inside)}
     return all(

@@ -427,10 +427,10 @@ class Spec:
     def renormalises(self) -> bool:
         """True if y is a softmax that is rounded to 16 bits.
 
-        The derivative of such a softmax is divided by sum(y), for the following reason. Let d be
-        the cotangent of y. If a row of y is nearly one-hot, the two terms of d - sum(d * y) nearly
-        cancel. Without the division, the rounding error of y would dominate their difference. In
-        bfloat16, the derivative would be wrong by up to |d| / 512.
+        Let d be the cotangent of y. The derivative contains the difference d - sum(d * y), and for
+        such a softmax, sum(d * y) is divided by sum(y). If a row of y is nearly one-hot, the two
+        terms of the difference nearly cancel. Without the division, the rounding error of y would
+        dominate their difference. In bfloat16, the derivative would be wrong by up to |d| / 512.
         """
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 

@@ -93,7 +93,7 @@ def launch(
 
 
 def run(**call: Any) -> list[jax.Array]:
-    """Call jax-triton's `triton_call` under the JAX settings that tracing kernels requires."""
+    """Call jax-triton's `triton_call` under the JAX settings that are needed to trace kernels."""
     extra.check_cuda()
     with launching.settings():
         results: list[jax.Array] = jax_triton.triton_call(**call)
