@@ -129,7 +129,11 @@ class _Params:
         ]
 
     def columns(self, loaded: Columns, k: int) -> Columns:
-        """Return G and the bias of norm `k` in float32, or branch_scale if ``norms[k]`` is None."""
+        """Return the parameters ``refs[k]`` in float32, as they are used in the computation.
+
+        For a norm, these are G = scale + scale_offset and the bias. If ``norms[k]`` is None, the
+        only parameter is branch_scale. `loaded` is the result of ``load(k, ...)``.
+        """
         norm = self.norms[k]
         if norm is None:
             return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
