@@ -329,8 +329,8 @@ def _terms(
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
     # If e_P is 0, the term e_P * u is 0. There is one exception: u = +inf. Then d_Q is -inf and d_P
-    # is finite. So Q is 0, but P is positive: e_P was only rounded to 0. The term and the
-    # divergence are infinite.
+    # is finite. So Q is 0, and the exact P is positive: only the computed e_P is rounded to 0. The
+    # term and the divergence are infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))

@@ -308,7 +308,10 @@ class GatedFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return e, dg, t, a and a's derivative, as defined in the equations above the class."""
+        """Return `e`, `dg`, `t`, `a` and the derivative of `a` with respect to the gate.
+
+        The equations above the class define these arrays.
+        """
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d

@@ -259,9 +259,12 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
         """Return the arrays that the operation needs, from the elements of the row operands.
 
-        The first array contains the elements to normalise. A second array is returned if the
-        operation uses one besides the norm: h in add_norm, the gate if it follows the norm, and the
-        residual in other operations with a residual.
+        The first array contains the elements to normalise. Some operations need a second array for
+        the steps after the norm, or as a result:
+
+        * h in add_norm;
+        * the gate in norm_gated, if the gate follows the norm;
+        * the residual in other operations with a residual.
         """
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:

@@ -436,9 +436,10 @@ class Exchange:
 
     @property
     def _of_warpgroup(self) -> Any:
-        """Slice that selects the four columns of a stage in which this warpgroup's warps write.
+        """Slice that selects four columns of a stage, one for each warp of this warpgroup.
 
-        A stage in shared memory has one column for each warp of the block.
+        A stage in shared memory has one column for each warp of the block. Each warp stores its
+        values in its own column.
         """
         return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
 

@@ -241,11 +241,11 @@ _BLOCKS_OF_SM = 3
 # columns of bfloat16, with 16 groups of 1024 rows, reaches 1.00 of a copy's bandwidth with two rows
 # per block, and 0.97 with four (H100).
 _MOST_OF_GROUP = 2
-# The last rows of the array are processed by blocks that process only one row each. This constant
-# is the number of such rows per SM. If clusters are used, it is the number of such rows per
-# cluster, counting the clusters that can run at the same time. If all blocks processed several
-# rows, the last SM would finish 5 % later than the average SM (measured for LayerNorm over 5120
-# columns of bfloat16, H200).
+# The last rows of the array are processed by blocks that process only one row each. The number of
+# these rows is `_TAIL` times the number of SMs. If a call uses clusters of blocks, it is `_TAIL`
+# times the number of clusters that can run at the same time. If all blocks processed several rows,
+# the last SM would finish 5 % later than the average SM (measured for LayerNorm over 5120 columns
+# of bfloat16, H200).
 _TAIL = 2
 
 
