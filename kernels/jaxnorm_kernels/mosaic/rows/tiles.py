@@ -475,7 +475,7 @@ class SplitRow(Tile):
     def part_sizes(self) -> jax.Array | float:
         """Return how many columns of the row each warp reduces.
 
-        Stale columns are not counted: another fragment contains them, too. The result is a float if
+        If two fragments contain the same column, it is counted only once. The result is a float if
         all warps have the same number of columns, otherwise an array with one number per warp.
         """
         body, *tail = self.fragments()
