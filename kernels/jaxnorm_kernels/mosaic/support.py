@@ -13,8 +13,9 @@ from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Row indices are int32. The limit is below 2^31, because the last block may start up to one tile
-# beyond the last row.
+# Maximum number of rows, and of parts of rows. Their indices are int32, so they must be less than
+# 2^31. The limit is 2^16 lower, because the last block may start up to one tile beyond the last
+# row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
 

@@ -42,16 +42,20 @@ from jaxnorm_kernels.specs import Spec
 #: row of this size, the rows take 40 MB.
 MOST_BYTES = 304 * 1024
 # Rows of more bytes than this have blocks of eight warpgroups, so that an SM has room for only one
-# block. Otherwise, the rows of all blocks would not fit into the L2 cache. Times in ms for 4096
-# rows of bfloat16 numbers, by the number of warpgroups per block, and for the kernels of the
-# modules `forward` and `backward` together (H100):
+# block. With smaller blocks, an SM would run several blocks at a time, and the rows of all blocks
+# together would not fit into the L2 cache. The table has times in ms for 4096 rows of bfloat16
+# numbers (H100). The first three columns of times are for this kernel, with eight, four or two
+# warpgroups per block. For comparison, the last column has the time of two kernels that run one
+# after the other: the forward kernel of the module `forward` and the backward kernel of the module
+# `backward`.
 #
-#     columns    eight   four   two    forward and backward kernel
+#     columns    eight   four   two    two kernels
 #     128256     0.86    0.99          1.05
 #      50264     0.38    0.33   0.42   0.47
 #      32000             0.19   0.22   0.27
 _LONG_BYTES = 128 * 1024
-# Shorter rows have a warpgroup for each `_SHARE_BYTES`, up to four.
+# Rows of at most `_LONG_BYTES` have one warpgroup for each `_SHARE_BYTES` bytes of the row. The
+# number of warpgroups is rounded down to a power of 2. It is at least one and at most four.
 _SHARE_BYTES = 12 * 1024
 
 

@@ -19,8 +19,9 @@ The sums of threads, warps and warpgroups are merged in the same way. For equal 
 the factors r are equal, so a and b are exactly 0. If u is small, e_Q - e_P is computed without
 cancellation, as e_P times a polynomial of u.
 
-The backward pass needs no sum over a row. p and q are the teacher's and the student's
-probabilities, and dy is the cotangent of the divergence. The gradient of the student's logits is:
+The backward pass needs no sum over a row. Unlike P and Q, p and q do not depend on ``reverse``: p
+is always the teacher's probability, and q is always the student's. dy is the cotangent of the
+divergence. The gradient of the student's logits is:
 
     dz = dy (q - p)                                        for KL(p || q)
     dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
@@ -107,9 +108,11 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return the difference of two logits z = f * g(x), given g of each.
+        """Return f_P * p - f_Q * q, the difference of a logit of P and a logit of Q.
 
-        If the two logits and their softcaps are equal, the result is exactly 0.
+        The logits are z = f * g(x) (see the module `logits`). `p` and `q` are the values g(x) of
+        P's and Q's logits, or differences of such values. If `p` and `q` are equal, and f is the
+        same for P and Q, the result is exactly 0.
         """
         if self.p.logit_factor == self.q.logit_factor:
             return f_times(p - q, self.p)
@@ -325,8 +328,9 @@ def _terms(
     e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
     e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
     u = pair.difference(depth_p, depth_q)
-    # If e_P is 0, the term e_P * u is 0. There is one exception: u = +inf. Q is 0 there, but P is
-    # positive, although e_P has underflowed to 0. The term and the divergence are then infinite.
+    # If e_P is 0, the term e_P * u is 0. There is one exception: u = +inf. Then d_Q is -inf and d_P
+    # is finite. So Q is 0, and the exact P is positive: only the computed e_P is rounded to 0. The
+    # term and the divergence are infinite.
     of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
@@ -340,7 +344,8 @@ def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums
     r_p = numerics.exp_of_term(below_p, times=pair.p.logit_factor)
     r_q = numerics.exp_of_term(below_q, times=pair.q.logit_factor)
     a = (sums.a + sums.s_p * pair.difference(below_p, below_q)) * r_p
-    # An infinite sum must stay infinite, even if the factor r_p is 0.
+    # If the sum a is infinite, it must stay infinite. Without the next line, the result would be
+    # NaN if r_p is 0.
     a = jnp.where(sums.a == jnp.inf, jnp.inf, a)
     b = sums.b * r_p + sums.s_q * (r_q - r_p)
     return _Sums(m_p, m_q, sums.s_p * r_p, sums.s_q * r_q, a, b)
@@ -362,7 +367,10 @@ def _merge(parts: _Sums, pair: _Pair) -> _Sums:
 
 
 def _finish(sums: _Sums, spec: Spec) -> list[jax.Array]:
-    """Return the divergence, and then m and log(s) of the student and of the teacher."""
+    """Return the divergence, m and log(s) of the student, and m and log(s) of the teacher.
+
+    m is the maximum of g(x) over the row. s is a sum that the module's docstring defines.
+    """
     share = sums.b / sums.s_p
     is_close = jnp.abs(share) < 0.5
     near = numerics.log1p(jnp.where(is_close, share, 0.0))

@@ -50,7 +50,11 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
 
 
 def finite(exponent: jax.Array) -> jax.Array:
-    """Return the maximum of `exponent` and `_FAR`, so that multiples of the result are finite."""
+    """Return `exponent`, but at least `_FAR`.
+
+    If `exponent` is -inf, its product with 0 would be NaN. The result's product with 0 is 0, and
+    its product with a sum of exponentials is finite.
+    """
     return jnp.maximum(exponent, _FAR)
 
 

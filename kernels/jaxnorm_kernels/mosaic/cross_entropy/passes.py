@@ -68,7 +68,10 @@ class LossForwardSchedule:
     def of(
         cls, units: Units, columns: int, warpgroups: int, cluster: int = 1
     ) -> "LossForwardSchedule":
-        """Return a schedule for rows of `units`. A thread processes `columns` columns per step."""
+        """Return a schedule for rows that are divided as `units` describes.
+
+        `columns` is the number of columns that a thread should process per step.
+        """
         step = max(1, columns // units.vector)
         most = max(1, units.count // (warpgroups * cluster))
         return cls(min(step, most), warpgroups, cluster)
@@ -207,16 +210,17 @@ def launch_forward(
     results: int,
     sums: int,
 ) -> tuple[jax.Array, ...]:
-    """Launch one block or one cluster of blocks per row. Return `results` arrays.
-
-    Each of these arrays has one float32 number per row.
+    """Launch one block or one cluster of blocks per row. Return arrays with one number per row.
 
     If the backward pass is part of the kernel, the gradient of x precedes these arrays.
 
     Args:
       arrays: the operands. The first one is x.
-      compute: ``compute(row, operands, results, gather)`` processes one row. `operands` and
-        `results` are refs. `gather` is a `RowGather`, of which `compute` uses one method once.
+      compute: ``compute(row, operand_refs, result_refs, gather)`` processes the row with index
+        `row`. `operand_refs` is a list with a ref for each of `arrays`. `result_refs` is a list
+        with a ref for each returned array. `gather` is a `RowGather`. `compute` must call either
+        ``gather(...)`` or ``gather.skip()``, and only once.
+      results: the number of returned arrays that have one float32 number per row.
       sums: the number of sums that each warp contributes to `gather`.
     """
     gather = Gather(schedule.warpgroups, schedule.cluster, values=sums)
@@ -328,7 +332,12 @@ class LossBackwardSchedule:
 
 
 class Label(NamedTuple):
-    """A row's label, and a bool: True if the label is one of the columns of a unit."""
+    """The label of a row, for the computation of the gradient in one unit of the row.
+
+    Attributes:
+      label: the label, which is the index of a column.
+      is_in_unit: a scalar bool, True if the label is one of the unit's columns.
+    """
 
     label: jax.Array
     is_in_unit: jax.Array
@@ -411,7 +420,8 @@ def store_gradient(
       dx: the gradient of all rows.
       label: the row's label, or None if there are no labels.
       numbers, gradient: see `launch_backward`. `numbers` has the values of this row.
-      has_entry: False if dx is 0 because the row is masked. None if the row is not masked.
+      has_entry: a traced bool. It is True if the row is not masked, and False if it is masked, so
+        that its dx is 0. None means that the caller has already checked that the row is not masked.
     """
     shape, layout = units[0].shape, units[0].layout
     zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)

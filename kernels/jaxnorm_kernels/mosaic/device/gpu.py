@@ -70,7 +70,8 @@ class Gpu:
         return self.clusters[cluster] if cluster > 1 else self.sms
 
 
-#: The numbers of clusters were measured on one H200. Other H100 and H200 chips may differ by one.
+#: The numbers of clusters were measured on one H200. On another H100 or H200, each of these numbers
+#: may be larger or smaller by one.
 HOPPER = Gpu(sms=132, smem=MOST_SHARED_BYTES, clusters={2: 66, 4: 30, 8: 15, 16: 7})
 INTERPRETER = dataclasses.replace(HOPPER, clusters={})
 

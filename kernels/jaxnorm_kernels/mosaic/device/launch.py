@@ -153,8 +153,8 @@ def release_used() -> None:
     """Wait until every warp has stored the results that it computed from a pipeline stage.
 
     A pipeline stage is a buffer in shared memory. After this call, an asynchronous copy may
-    overwrite it. A warp can store a result only after the loads that the result depends on, so no
-    loads from the buffer are in flight then. On a GPU, this function therefore needs only a barrier
+    overwrite it. A result depends on loads from the buffer. So once a warp has stored its results,
+    its loads from the buffer have finished. On a GPU, this function therefore needs only a barrier
     (`release_read` also needs a fence). In the interpreter, it needs a fence, too.
     """
     if is_interpreted():

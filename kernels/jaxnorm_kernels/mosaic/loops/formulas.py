@@ -115,10 +115,11 @@ class Formula(Protocol):
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return two lists: the results per element, such as dx, and the terms of column sums.
+        """Return two lists: the results per element, and the values for the column sums.
 
-        The second list has one array per column sum: the values that this row adds to it. `totals`
-        are the sums along the row: one sum for each array that the method `terms` returns.
+        The first list has arrays such as dx. The second list has one array for each column sum. It
+        contains the values that this row adds to the column sum. `totals` has the row sums: the
+        kernel summed each array that the method `terms` returned along the row.
         """
         ...
 

@@ -66,8 +66,8 @@ class BiasSums:
     def run(self, target: Ref, step: Callable[[Any, Any], Fragments]) -> None:
         """Sum ``step(row, k)`` over the block's tiles, and store the sum in `target`.
 
-        `row` is the index of the tile's rows in x, and k the number of tiles that the block has
-        processed before.
+        `row` is the index of the tile's row in x, or a slice if the tile has several rows. `k` is
+        the number of tiles that the block has processed before this tile.
         """
         tiles, (rows, _) = self._tiles, self.output[0]
         block = lax.axis_index(BLOCK)

@@ -96,7 +96,10 @@ class Stages:
         return at
 
     def refill(self, k: Any) -> None:
-        """Start to load step ``k + count`` into the buffer of step `k`, which must be finished."""
+        """Start to load step ``k + count`` into the buffer that step `k` has used.
+
+        The block must have processed step `k`.
+        """
         release_used()
         pl.when(k + self.count < self.steps)(functools.partial(self._fill, k + self.count))
 
@@ -152,7 +155,10 @@ class Share:
         return lax.div(steps - self.place + self.blocks - 1, self.blocks)
 
     def first_row(self, k: Any) -> Any:
-        """Return the index in the array of the first row of step `k`."""
+        """Return the index of the first row of this block's step `k`.
+
+        The index is relative to the start of the array, not of the group of rows.
+        """
         start = jnp.minimum(self._step(k) * self.height, self.rows - self.height)
         return self._of_all(start)
 
@@ -174,7 +180,10 @@ class Share:
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
-        """Return which step of the group of rows this block processes as its step `k`."""
+        """Convert the number `k` of a step of this block to the step's number in its group.
+
+        A group of rows is divided into steps, and this block processes only some of them.
+        """
         return self.place + k * self.blocks
 
     def _of_all(self, row: Any) -> Any:
@@ -340,7 +349,10 @@ class _PipelinedKernel:
         return load_wide_range(self.held[:count], place, self.ring.layout, self.ring.shape)
 
     def no_sums(self) -> list[jax.Array]:
-        """Return zeros, the initial column sums, for each unit (one vector per thread)."""
+        """Return the initial column sums: arrays of zeros, one for each unit and column sum.
+
+        A unit consists of one vector per thread.
+        """
         zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
         return [zeros] * (len(self.units) * self.formula.column_sums)
 

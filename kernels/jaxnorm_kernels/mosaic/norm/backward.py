@@ -179,9 +179,9 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    # The formula does not use the operation's name (for example norm or add_norm), nor `wrt`, the
-    # operands that need gradients. So `wrt` is replaced by (). Calls that differ only in `wrt` then
-    # have equal formulas, and share one kernel.
+    # The formula does not use `wrt`, the operands that need gradients, so `wrt` is replaced by ().
+    # In `spec.last`, the operation's name is always norm, also for a call of add_norm. So calls
+    # that differ only in `wrt`, or only in this name, can share one kernel.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
@@ -308,7 +308,10 @@ class GatedFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return e, dg, t, a and a's derivative, as defined in the equations above the class."""
+        """Return `e`, `dg`, `t`, `a` and the derivative of `a` with respect to the gate.
+
+        The equations above the class define these arrays.
+        """
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
@@ -462,10 +465,10 @@ class TwoNormsFormula:
         )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G of the first norm, and G' and 1 / G' of the second.
+        """Return a list of three arrays: G of the first norm, and G' and 1 / G' of the second.
 
-        G is scale + scale_offset. Entries of a norm without a scale are left out. 1 / G' is also
-        left out if the input is saved.
+        G is scale + scale_offset of the first norm, and G' is the same sum for the second norm. If
+        a norm has no scale, its arrays are left out. If the input is saved, 1 / G' is left out.
         """
         params = list(params)
         columns = []

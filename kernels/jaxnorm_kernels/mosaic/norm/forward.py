@@ -129,7 +129,11 @@ class _Params:
         ]
 
     def columns(self, loaded: Columns, k: int) -> Columns:
-        """Return G and the bias of norm `k` in float32, or branch_scale if ``norms[k]`` is None."""
+        """Return the parameters ``refs[k]`` in float32, as they are used in the computation.
+
+        For a norm, these are G = scale + scale_offset and the bias. If ``norms[k]`` is None, the
+        only parameter is branch_scale. `loaded` is the result of ``load(k, ...)``.
+        """
         norm = self.norms[k]
         if norm is None:
             return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
@@ -255,9 +259,12 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
         """Return the arrays that the operation needs, from the elements of the row operands.
 
-        The first array contains the elements to normalise. A second array is returned if the
-        operation uses one besides the norm: h in add_norm, the gate if it follows the norm, and the
-        residual in other operations with a residual.
+        The first array contains the elements to normalise. Some operations need a second array for
+        the steps after the norm, or as a result:
+
+        * h in add_norm;
+        * the gate in norm_gated, if the gate follows the norm;
+        * the residual in other operations with a residual.
         """
         x = _wide(tile, x)
         if spec.op == "norm_gated" and not spec.norm.norm_before_gate:

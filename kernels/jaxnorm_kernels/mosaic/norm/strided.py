@@ -264,15 +264,18 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return two lists, computed from `sums`, the sums over the columns of each inner element.
+        """Return two lists: the gradients of the parameters, and terms of the row sums.
+
+        All arrays have one value for each inner element (index along the last axis).
 
         * The first list contains dscale and dbias. A gradient is left out if the call has no such
           parameter.
-        * The second list contains two terms of each inner element: a term of c2 and, in LayerNorm,
-          a term of c1. c2 and c1 are the row sums of the backward pass (see `norm.backward`). The
-          caller adds the terms of all inner elements of a group.
+        * The second list contains the terms of c2 and, in LayerNorm, the terms of c1. c2 and c1 are
+          the row sums of the backward pass (see `norm.backward`). The caller adds the terms of all
+          inner elements of a group.
 
-        `params` are the results of `columns`.
+        `sums` are sums over all columns (indices along the middle axis), one for each array that
+        the method `terms` returns. `params` are the results of `columns`.
         """
         dscale, *dbias = sums
         if not self.from_output:

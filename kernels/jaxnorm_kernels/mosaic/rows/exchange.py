@@ -210,9 +210,10 @@ class ClusterExchange:
     def _slots(self) -> tuple[int, int]:
         """Shape of a stage, which is the memory for one exchange.
 
-        A stage has an element for each value and each contribution to the value (see `parts`). If
-        `added` is False, the shape is (values, contributions). If `added` is True, it is
-        (contributions, values), and the number of values includes the padding of `_width`.
+        Each value has several contributions (see `parts`), and a stage has one element for each
+        contribution to each value. If `added` is False, the shape is (number of values, number of
+        contributions per value). If `added` is True, these two sizes are in the opposite order, and
+        the number of values includes the padding of `_width`.
         """
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
@@ -435,9 +436,10 @@ class Exchange:
 
     @property
     def _of_warpgroup(self) -> Any:
-        """Slice that selects the four columns of a stage in which this warpgroup's warps write.
+        """Slice that selects four columns of a stage, one for each warp of this warpgroup.
 
-        A stage in shared memory has one column for each warp of the block.
+        A stage in shared memory has one column for each warp of the block. Each warp stores its
+        values in its own column.
         """
         return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
 
@@ -447,8 +449,9 @@ class Gather(Exchange):
     """An exchange after which every warp has the values of all warps.
 
     Attributes:
-      slots: number of stages, each of which is memory for the values of one exchange. With two
-        stages, a warpgroup may be one exchange ahead of another.
+      slots: number of stages. A stage is memory for the values of one exchange. With two stages,
+        one warpgroup may already take part in exchange k + 1 while another warpgroup still reads
+        the values of exchange k.
     """
 
     slots: int = 1

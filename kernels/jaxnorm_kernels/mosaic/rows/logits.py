@@ -289,8 +289,9 @@ def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
 def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
     """Return the index of a row of x. This function is the inverse of `operand_row`.
 
-    An operand (mask, bias or table) is broadcast over the rows of x, so several rows of x use its
-    row `shared_row`. The result is the index in x of row number `nth` among them.
+    An operand (mask, bias or table) is broadcast over the rows of x, so several rows of x use the
+    same row of the operand. Consider all rows of x that use the operand's row `shared_row`. Number
+    them from 0. The result is the index in x of the row with number `nth`.
     """
     row, rows_inside = jnp.int32(0), 1
     for size, has_each in reversed(shared.segments):

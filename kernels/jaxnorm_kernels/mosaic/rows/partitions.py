@@ -36,8 +36,9 @@ class Fragment:
       start: index of the first column.
       width: number of columns.
       stage_start: position of the first column in shared memory, relative to the partition's start.
-      fresh: columns before this index are stale: another fragment has them, too. If None, no column
-        is stale.
+      fresh: index of the first column that this fragment adds to sums. The columns before it are
+        *stale*: another fragment has them, too, and adds them. If `fresh` is None, no column is
+        stale.
     """
 
     start: Any

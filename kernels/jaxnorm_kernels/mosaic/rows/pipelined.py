@@ -1,10 +1,10 @@
 """Pipelined tiles: asynchronous copies load the next rows while a block computes the current one.
 
-A block processes `tiles` tiles, each of which is a row or a group of narrow rows, one after the
-other. Asynchronous copies (TMA) load them into `slots` buffers in shared memory. A slot is refilled
-as soon as its rows are in registers. So memory transfers continue during reductions, and column
-parameters (such as a scale) are loaded once per block. The last blocks of the grid process the
-`tail`, one tile each, so that all multiprocessors finish at about the same time::
+A tile is a row, or a group of narrow rows. A block processes `tiles` tiles, one after the other.
+Asynchronous copies (TMA) load the tiles into `slots` buffers in shared memory. A slot is refilled
+as soon as its rows are in registers, so memory transfers continue during reductions. Column
+parameters (such as a scale) are loaded once per block. The last tiles of the array are the `tail`.
+Each of them has its own block, so that all multiprocessors finish at about the same time::
 
     rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      tiles = 4, tail = 3
     block       0    |    1    |     2     |  3 |  4 |  5

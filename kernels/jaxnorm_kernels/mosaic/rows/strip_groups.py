@@ -215,8 +215,8 @@ def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
     if is_interpreted():
         groups = lax.div(span.inner(), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
-    # Maximum number of groups that overlap a thread's vector. It includes the groups at the two
-    # ends of the vector, of which the vector may contain only a part.
+    # Maximum number of groups that overlap a thread's vector. The first and the last of these
+    # groups are counted, too, although the vector may contain only a part of them.
     count, f32 = (v - 1) // group + 2, ir.F32Type.get
 
     @plgpu.inline_mgpu(

@@ -412,7 +412,7 @@ class Strip:
     def sizes(self) -> Stat | float:
         """Return how many columns each warp sums up.
 
-        Stale columns are not counted: another fragment contains them, too. The result is a float if
+        If two fragments contain the same column, it is counted only once. The result is a float if
         all warps have the same number of columns, otherwise an array ``(4, width)`` like a `Stat`.
         """
         if not self.partition.has_tail:

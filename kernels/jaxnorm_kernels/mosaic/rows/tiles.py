@@ -260,9 +260,10 @@ class Tile:
     def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
         """Return a function ``f(like)`` that broadcasts `stat` to the shape of `like`.
 
-        `stat` has one value per row, and `like` is an array with the shape of a fragment (column
-        range). Fragments have one or two different shapes. `of_fragments` broadcasts `stat` to each
-        of these shapes, and ``f`` only selects one of the results.
+        `stat` has one value per row. `like` must have the shape of a fragment (column range). All
+        fragments of a row together have at most two different shapes. `stat` is broadcast to each
+        of them once, before this method returns. A call of ``f`` computes nothing: it returns the
+        broadcast array that has the shape of `like`.
         """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
@@ -474,7 +475,7 @@ class SplitRow(Tile):
     def part_sizes(self) -> jax.Array | float:
         """Return how many columns of the row each warp reduces.
 
-        Stale columns are not counted: another fragment contains them, too. The result is a float if
+        If two fragments contain the same column, it is counted only once. The result is a float if
         all warps have the same number of columns, otherwise an array with one number per warp.
         """
         body, *tail = self.fragments()

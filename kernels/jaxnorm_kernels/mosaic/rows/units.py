@@ -1,11 +1,13 @@
 """Units of 16 bytes per thread for rows of any alignment: a body of units, and two edges.
 
-If the length of rows is not a multiple of 16 bytes, most rows do not start at such a multiple. The
-*body* of a row starts at its first multiple of 16 bytes. A thread loads it in vectors of 16 bytes;
-a *unit* consists of one vector for each thread of a warpgroup. The body has the same number of
-columns in every row. The few columns before and after the body are in two *edges*. The first edge
-starts where the row starts, and the second edge ends where the row ends. An edge is a unit with one
-element per thread::
+If the length of rows is not a multiple of 16 bytes, most rows do not start at an address that is a
+multiple of 16 bytes. The *body* of a row starts at the row's first element with such an address.
+Threads load the body in vectors of 16 bytes. The body has the same number of columns in every row.
+A row has two *edges*, which contain the few columns before and after the body. The first edge
+starts where the row starts, and the second edge ends where the row ends.
+
+A *unit* is a range of columns that the threads of a warpgroup load at once. In a unit of the body,
+each thread has a vector of 16 bytes. Each edge is a unit in which a thread has only one element::
 
     multiples of 16 bytes   |       |       |       |       |       |       |
     row                          0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
@@ -13,9 +15,9 @@ element per thread::
     edges                        0 0 0 0 0                     0 0 0 0 0
 
 Mosaic has no masked loads, so units overlap: the last unit of the body ends with the body, and the
-edges overlap the body. A column that is also in another unit is *stale* in one of them. Reductions
-skip stale columns, and so do stores: each column is stored once, so that a kernel may overwrite its
-operand.
+edges overlap the body. If two units contain the same column, the column is *stale* in one of the
+two units. Reductions and stores skip stale columns. So each column is stored only once, and a
+kernel may overwrite its operand.
 """
 
 import dataclasses
@@ -112,7 +114,8 @@ class Units:
 
     Attributes:
       cols: number of columns of a row.
-      vector: number of neighbouring columns per thread, in the units of the body.
+      vector: number of neighbouring columns that a thread has in a unit of the body. In an edge, a
+        thread has one column.
       end: index of the first column of padding. Columns of padding are treated as stale.
     """
 
@@ -180,9 +183,10 @@ class Units:
         """Return unit number `index` of the body of a row.
 
         The body of a row is the part that is loaded in vectors of 16 bytes. A column of a unit is
-        stale if an earlier unit also contains it, or if it is padding; it is left out of sums and
-        not stored. If `whole` is True, the caller promises that no column of the unit is stale. If
-        the index is beyond the last unit of the body, all columns of the returned unit are stale.
+        *stale* if an earlier unit also contains this column, or if the column is padding. Stale
+        columns are left out of sums and are not stored. If `whole` is True, the caller promises
+        that the unit has no stale columns. If the index is beyond the last unit of the body, all
+        columns of the returned unit are stale.
         """
         first = self.first(row)
         at = index * self.width

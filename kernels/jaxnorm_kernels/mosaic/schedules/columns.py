@@ -6,7 +6,8 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, vector_width
 from jaxnorm_kernels.specs import Spec
 
 #: Number of registers that a thread of a backward pass needs in addition to the registers for its
-#: columns. They contain addresses, and the thread's current vector of each of the two inputs.
+#: columns. The additional registers contain addresses, and the thread's current vector of each of
+#: the two inputs.
 OTHER_REGISTERS = 40
 
 

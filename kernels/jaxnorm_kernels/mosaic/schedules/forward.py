@@ -217,8 +217,9 @@ _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
 # - The maximum is `_MOST_SLOTS`.
 # - The minimum is `_LEAST_SLOTS`. In a cluster, it is `_LEAST_SLOTS_OF_CLUSTER`, because the blocks
 #   of a cluster wait for each other.
-# - All slots of a block together should take at most `_QUEUED_BYTES`, because fewer blocks fit on
-#   an SM if they take more. If the minimum number of slots takes more bytes, the minimum is used.
+# - All slots of a block together should take at most `_QUEUED_BYTES`. If a block needs more shared
+#   memory, fewer blocks fit on an SM. But a block always has the minimum number of slots, even if
+#   they take more than `_QUEUED_BYTES`.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
 # Shared memory of a block besides its row buffers, for barriers and exchanged values.
 _OTHER_SHARED_BYTES = 8 * 1024
@@ -240,11 +241,11 @@ _BLOCKS_OF_SM = 3
 # columns of bfloat16, with 16 groups of 1024 rows, reaches 1.00 of a copy's bandwidth with two rows
 # per block, and 0.97 with four (H100).
 _MOST_OF_GROUP = 2
-# The last rows of the array are processed by blocks that process only one row each. This constant
-# is the number of such rows per SM. If clusters are used, it is the number of such rows per
-# cluster, counting the clusters that can run at the same time. If all blocks processed several
-# rows, the last SM would finish 5 % later than the average SM (measured for LayerNorm over 5120
-# columns of bfloat16, H200).
+# The last rows of the array are processed by blocks that process only one row each. The number of
+# these rows is `_TAIL` times the number of SMs. If a call uses clusters of blocks, it is `_TAIL`
+# times the number of clusters that can run at the same time. If all blocks processed several rows,
+# the last SM would finish 5 % later than the average SM (measured for LayerNorm over 5120 columns
+# of bfloat16, H200).
 _TAIL = 2
 
 
@@ -300,7 +301,10 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
 def _threads(cols: int, vector: int) -> int:
     """Return the number of threads per row.
 
-    It is the largest number for which only few columns are loaded twice (see `_MOST_READ`).
+    The threads of a row together load a range of columns at once, one vector of `vector` columns
+    per thread. If the size of this range does not divide the row, some columns are loaded twice.
+    The result is the largest number of threads for which few enough columns are loaded twice (see
+    `_MOST_READ`). If this is impossible, it is the number for which the fewest columns are loaded.
     """
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
@@ -385,9 +389,10 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
 def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
     """Return the number of tiles that a block processes.
 
-    If groups of rows have different parameters, all rows of a block must belong to one group. The
-    result is then the largest number that allows this, at most `tiles` and at most
-    `_MOST_OF_GROUP`. Without groups, it is `tiles`. A tile has `rows` rows.
+    A tile has `rows` rows. If all rows of the call have the same parameters, the result is `tiles`.
+    Otherwise, each group of rows has its own parameters, and all rows of a block must belong to the
+    same group. So the result must divide the number of tiles in a group. It is the largest such
+    number that is at most `tiles` and at most `_MOST_OF_GROUP`.
     """
     if spec.groups == 1:
         return tiles
@@ -428,10 +433,11 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # Rules for calls with large parameters (`params=1`): per column, all parameters together have
-    # at least as many bytes as all arrays of rows (x, y and others) together. Loading these
-    # parameters from the L1 or L2 cache for each row would take too much of the caches' bandwidth.
-    # So they stay in registers for all rows of a block.
+    # Rules for calls with large parameters (`params=1`). A column of a row has one element in each
+    # parameter, and one element in each array of rows (x, y and others). In these calls, the
+    # elements of all parameters together have at least as many bytes as the elements of all arrays
+    # of rows together. Loading the parameters from the L1 or L2 cache for each row would take too
+    # much of the caches' bandwidth. So the parameters stay in registers for all rows of a block.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.

@@ -41,10 +41,11 @@ _MOST_OF_PAIRS = 4
 #     64 columns of bfloat16            0.82                  0.73
 #     64 columns of float32             0.91                  0.87
 _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
-# Maximum number of bytes that a thread of the backward pass loads at once from the first columns of
-# its pairs, and likewise from the second columns. It is half of the widest possible load. Twice as
-# many threads then share a row as with the widest loads, and each thread has half as many columns.
-# So four blocks fit in an SM's registers.
+# A thread of the backward pass loads the first columns of its pairs with one load, and their second
+# columns with another. This is the maximum number of bytes of each of these loads. It is half of
+# the largest possible load, 16 bytes. With loads of 16 bytes, half as many threads would share a
+# row, and each thread would have twice as many columns. Then four blocks would not fit in an SM's
+# registers.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
 # The size of an asynchronous copy must be a multiple of this number of bytes.
 _COPY_BYTES = 16
@@ -125,10 +126,15 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
     """Return ``(vector, rest, threads)``, or None if the heads are not supported.
 
-    These are the attributes of `Heads`: the number of pairs per load, the number of columns per
-    load among the columns that are not rotated, and the number of threads per row. Several triples
-    are possible. The preferred ones have few enough columns per thread to fit in its registers.
-    Among these, the widest loads are preferred, and then the largest number of threads.
+    The result has three attributes of `Heads`:
+
+    * `vector`, the number of pairs that a thread loads at once;
+    * `rest`, the number of unrotated columns that a thread loads at once;
+    * `threads`, the number of threads per row.
+
+    If several triples are possible, a triple is preferred if a thread's columns fit in the thread's
+    registers. Among such triples, the widest loads are preferred, and then the largest number of
+    threads.
 
     A thread loads the first columns of its pairs with one load, and the second columns with
     another. `of_pairs` is the maximum number of bytes of each of these loads.

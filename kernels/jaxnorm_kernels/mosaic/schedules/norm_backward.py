@@ -56,10 +56,10 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    # Estimate the time for each number of blocks, in pipeline steps. If more blocks are launched
-    # than can run at the same time, they run in rounds. A round takes as long as one block: the
-    # steps in which the block processes its rows, plus as many steps as the pipeline has stages, to
-    # fill the pipeline.
+    # For each number of blocks that could be launched, estimate the time of the kernel. The unit of
+    # time is one step of the pipeline. If more blocks are launched than can run at the same time,
+    # they run in rounds. A round takes as long as one block. A block first fills the pipeline. This
+    # takes one unit of time for each stage. Then it takes one unit for each of its steps.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -67,20 +67,20 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     return 1 + times.index(min(times))
 
 
-# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, blocks
-# have one warpgroup, and enough blocks share a row that each thread has at most the preferred
-# number of columns. This is faster than a few blocks of several warpgroups, because such blocks
-# wait longer for each other's sums. If the GPU's clusters are too small for this, a thread may have
-# up to the maximum number of columns, which still fit in its 255 registers.
+# Preferred and maximum number of columns per thread in the pipelined kernel. If possible, a block
+# has only one warpgroup, and a row is split among so many blocks that a thread has at most the
+# preferred number of columns. Fewer blocks with several warpgroups each would be slower, because
+# large blocks wait longer for each other's sums. If the GPU's clusters are too small for this many
+# blocks per row, a thread may have up to the maximum number of columns. They still fit in the
+# thread's 255 registers.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 # Each SM should have 48 to 96 KiB of loads in flight, in four pipeline steps. With less, the memory
 # is idle at times. With more, the stores of dx become slow. The following limits serve this goal. A
-# block processes a part of each row (or entire rows, without clusters). The size of this part is
-# its number of bytes, summed over all inputs.
+# block processes a part of each row (or entire rows, without clusters). In the limits, the bytes of
+# this part are counted over all inputs together.
 #
 # - Rows per step: if the part has at most `_TWO_ROWS_BYTES`, a step has two rows, and their sums
-#   are exchanged together. Otherwise, a step has one row. In calls with two norms, it always has
-#   one.
+#   are exchanged together. Otherwise, and in all calls with two norms, a step has one row.
 # - Warpgroups per block: usually one. A block has several warpgroups if the part has at least
 #   `_ONE_BLOCK_BYTES`, and one warpgroup would have too many columns (more than the preferred
 #   number per thread).

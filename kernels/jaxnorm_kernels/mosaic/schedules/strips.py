@@ -50,19 +50,19 @@ class StripRule:
     itemsize: int | None = None
 
 
-#: Maximum number of KiB that a block loads from all arrays together, for rules without a limit. A
-#: low limit has an advantage: an SM runs several blocks, which load, reduce and store at different
-#: times. It also has a disadvantage: more blocks share a strip and must merge their statistics.
-#: Times of GroupNorm followed by silu, over 32x64x64x256 bfloat16 elements, on an H100: the forward
-#: pass takes 52 us with this limit, and 55 us with a limit of 96 KiB. The backward pass takes 80 us
-#: with this limit, and 107 us with a limit of 132 KiB.
+#: The limit of all rules whose `kib` is None: the maximum number of KiB that a block loads from all
+#: arrays together. A low limit has an advantage: an SM runs several blocks, which load, reduce and
+#: store at different times. It also has a disadvantage: more blocks share a strip and must merge
+#: their statistics. Times of GroupNorm followed by silu, over 32x64x64x256 bfloat16 elements, on an
+#: H100: the forward pass takes 52 us with this limit, and 55 us with a limit of 96 KiB. The
+#: backward pass takes 80 us with this limit, and 107 us with a limit of 132 KiB.
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
-# Most strips are 32 elements wide. If elements have 32 bits, a column of such a strip has 128
-# bytes, an entire cache line. If elements have 16 bits, it has only half a cache line, and a strip
-# must be 64 elements wide to load entire lines. But wider strips have more statistics to exchange,
-# which usually takes more time than the loads gain. Only blocks that load few bytes become faster
-# with wider strips, so only their strips are wider.
+# Most strips are 32 elements wide. A cache line has 128 bytes: 32 elements of 32 bits, or 64
+# elements of 16 bits. So with 16-bit elements, only strips of 64 elements would load entire cache
+# lines. But wider strips have more statistics to exchange. This usually takes more time than is
+# saved by loading entire cache lines. Only blocks that load few bytes become faster with wider
+# strips, so only such blocks have them.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),
