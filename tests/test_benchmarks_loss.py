@@ -186,8 +186,8 @@ def test_the_providers_compute_the_loss(name, cell):
     assert [a.dtype for a in actual] == ["float32"] * results + [cell.dtype] * gradients
     # This bounds the difference between the two implementations. They round logits, or gradients of
     # logits, to the cell's dtype at different points. The results are sums of such numbers, so
-    # their error grows with the square root of the number of terms. A sum has at most as many terms
-    # as the longest last axis of an operand has elements.
+    # their error grows with the square root of the number of terms. The number of terms of a sum is
+    # at most the length of an operand's last axis. The largest such length is used.
     walk = 2 * SAFETY * unit_roundoff(cell.dtype) * np.sqrt(max(a.shape[-1] for a in inputs[0]))
     for a, e in zip(actual, expected):
         assert_within(a, exact(e), walk * np.abs(exact(e)).max())

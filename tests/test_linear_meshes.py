@@ -68,8 +68,10 @@ LABELS[0] = -100
 def loss_of_rows(x, weight, bias, labels, *, reduction):
     """Call a loss that computes logits ``x @ weight`` itself, and reduce its results to one number.
 
-    `reduction` is an option of the loss ("mean", for example), or it selects another function:
-    log-probabilities and entropies, log-probabilities of several labels, or divergences.
+    `reduction` determines which function is called. "divergence" calls `linear_kl_divergence`,
+    "several" calls `linear_log_prob_and_entropy` with several labels per position, and "log_prob"
+    calls `linear_mixture`. For any other value, such as "mean", `linear_softmax_cross_entropy` is
+    called, and the value is passed on as its option `reduction`.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
     if reduction == "divergence":
