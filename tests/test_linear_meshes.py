@@ -196,8 +196,8 @@ class Layout(NamedTuple):
 
     Attributes:
       exchanges: the names of the collectives.
-      out: the sharding that is requested for the matmul's result, or None. It is required if
-        partial sums are to be reduce-scattered.
+      out: the sharding that the test requests for the matmul's result, or None. JAX
+        reduce-scatters partial sums only if such a sharding is requested.
       in_loop: True if classes are split, so that the loop over chunks exchanges statistics.
     """
 
@@ -242,9 +242,9 @@ LOSS = {
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
-    # x is replicated. The devices divide its rows among themselves, but only along the mesh axis
-    # "data". The axis "model" splits the classes, so all devices along this axis need the same
-    # rows.
+    # x is replicated, so a device could process any of its rows. Devices along the mesh axis "data"
+    # process different rows. Devices along the axis "model" process the same rows, because this
+    # axis splits the classes.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True
@@ -274,8 +274,8 @@ VARIANTS = ["several", "divergence"]
 def test_layouts(name, layout, kind):
     """Values are correct, gradients are sharded like their operands, and few arrays are exchanged.
 
-    Arrays that have a row for each row of x, unlike parameters and sums, are exchanged only if a
-    requested sharding requires it.
+    Devices may exchange parameters and sums. They exchange an array with one row per row of x only
+    if a requested sharding requires this.
     """
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
     mesh = mesh_of(Case("", MESH, P()), kind)
