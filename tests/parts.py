@@ -62,7 +62,7 @@ def read(whole: jax.Array) -> jax.Array:
 class Address(NamedTuple):
     """The address of a slice of an array.
 
-    XLA passes this address to a kernel, instead of copying the slice to an array of its own.
+    XLA passes this address to a kernel, instead of first copying the slice to a new array.
 
     Attributes:
       operation: the kind of operation that XLA fused with the kernel's call: "slice",
@@ -75,10 +75,10 @@ class Address(NamedTuple):
 
 
 def fused(text: str) -> list[str]:
-    """Return the compiled program's lines in which XLA fused a slice with a kernel's call.
+    """Return the lines of the slices that XLA fused with a kernel's call in a compiled program.
 
-    A line is a slice, a dynamic-slice or a dynamic-update-slice. The kernel gets an address inside
-    a larger array, and the slice is not copied.
+    Each line is an operation: "slice", "dynamic-slice" or "dynamic-update-slice". The kernel gets
+    an address inside a larger array, and the slice is not copied.
     """
     return [line for body in _bodies(text) for line in _slices(body)]
 

@@ -366,7 +366,7 @@ class TwoNorms:
         # result of the first norm, and dresidual is its cotangent. dresidual is itself a sum of
         # terms. A kernel may multiply each term by u, and add the means of these products. Each
         # product is then rounded. So the bound on the rounding error uses the magnitudes of the
-        # terms, which may be larger than the magnitude of their sum.
+        # terms. These may be larger than the magnitude of their sum.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(

@@ -76,7 +76,8 @@ def test_a_teacher():
 def test_flops():
     """A linear loss with gradients has the FLOPs of three matmuls.
 
-    A fourth matmul recomputes logits that were not saved, or computes a teacher's logits.
+    Some losses need a fourth matmul. It recomputes logits that were not saved, or it computes a
+    teacher's logits.
     """
     for op, products, of_logits in [
         ("linear_cross_entropy", 3, 1),

@@ -118,9 +118,9 @@ def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
 def stacks():
     """Return the times of stacks of small layers, divided by the times of plain JAX ("jnp").
 
-    The result is a dict from (provider, direction) to a dict from a workload to this ratio. A
-    provider is one of the compared implementations. A workload is a tuple (op, direction, rows,
-    cols, dtype).
+    The result is a nested dict: ``ratios[provider, direction][workload]`` is the time with the
+    provider, divided by the time of plain JAX. A provider is one of the compared implementations. A
+    workload is a tuple (op, direction, rows, cols, dtype).
     """
     (rows,) = [
         table.rows()

@@ -1,7 +1,8 @@
-"""Linear layers and their losses on meshes: split rows, a weight split along either axis, and FSDP.
+"""Tests of linear layers and of their losses on meshes.
 
-The mesh has eight virtual CPU devices. Arrays are float64, except for losses in chunks. The name of
-a layout lists the split axes by these letters:
+The tests shard the rows, or either axis of the weight, or both (as FSDP does). The mesh has eight
+virtual CPU devices. Arrays are float64, except for losses in chunks. The name of a layout lists the
+split axes by these letters:
 
 - n: the features of a result;
 - f: the hidden features of an MLP;

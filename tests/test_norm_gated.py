@@ -143,7 +143,7 @@ def test_one_rounding():
 @each_order
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation, before, implementation):
-    """Results are correct for gates that are 0, and for gates whose exp overflows or underflows."""
+    """Results are correct for gates that are 0, and for gates whose exp over- or underflows."""
     sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
     x, _, scale = operands((70, 64), *["float32"] * 3)
     gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32")

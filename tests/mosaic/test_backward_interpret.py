@@ -363,7 +363,7 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """For h = x + residual, the gradients of x and of the residual are the gradient of h.
+    """For h = x + residual, the gradients of x and of the residual both equal the gradient of h.
 
     The residual's gradient is stored in the residual's dtype, and x's gradient in x's dtype.
     """

@@ -1,6 +1,6 @@
-"""Tests of the kernels on a GPU that need large arrays.
+"""Tests that run kernels on a GPU.
 
-They use each rule of the forward's schedule table, and arrays that are large enough to fill the
+They cover each rule of the forward's schedule table, and arrays that are large enough to fill the
 GPU. `test_kernels` has the tests that also run on smaller arrays.
 """
 

@@ -175,9 +175,9 @@ STRIPS = {
     # For the race detector, strips do not overlap. Overlapping strips store equal values twice,
     # which the detector would report.
     "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
-    # Groups whose size is not a power of 2. A strip has 32 inner elements, but only the first 30 or
-    # 24 of them belong to complete groups. The next strip starts at the incomplete group, so
-    # neighbouring strips overlap.
+    # Groups whose size is not a power of 2. A strip has 32 inner elements. The next strip begins
+    # only 20, 24 or 30 elements later, because this distance must be a multiple of the group size
+    # and of a thread's vector. So neighbouring strips overlap.
     "ten": Strips(2, 37, 80, 2, 16, group=10),
     "six": Strips(1, 72, 48, 8, 4, warpgroups=2, group=6),
     "twenty": Strips(3, 21, 40, 4, 8, group=20),

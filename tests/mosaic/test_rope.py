@@ -29,7 +29,7 @@ QUERIES = {
 }
 
 # Each entry describes which rows of x use the same row of the rotary tables. A row of x is one head
-# at one position. The entries are, in this order:
+# at one position. There are four entries:
 #
 # 1. The heads of a position share a table row. A kernel's tile has the rows of one position.
 # 2. The heads of a position share a table row. A tile has the rows of several positions.
