@@ -183,8 +183,8 @@ def causal_softmax(x, bias):
 def of_groups(norm):
     """Return a function like `norm` that takes parameters with the heads along the first axis.
 
-    `norm` itself expects parameters with the heads along the second axis. It normalises over
-    positions and columns, as GroupNorm does. So the returned function moves the first axis of each
+    `norm` normalises over positions and columns, as GroupNorm does. It expects parameters with the
+    heads along the second axis. The returned function therefore moves the first axis of each
     parameter to the second place, and then calls `norm`.
     """
     return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
@@ -418,8 +418,8 @@ FUNCTIONS = {
         "x weight feature_bias labels counts",
     ),
 }
-#: Some keys of `FUNCTIONS`: for each public function, one key. If some options of a function select
-#: another operation, there is a second key for the function with these options.
+#: A selection of the keys of `FUNCTIONS`. Most public functions occur once. A function occurs twice
+#: if some of its options select another operation: once without and once with these options.
 BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
 # Use the entry whose rotary tables are constants. If their gradients were needed, XLA's code would
 # run instead of kernels.

@@ -13,7 +13,7 @@ from reference import SAFETY, arithmetic, exact, rounding, unit_roundoff
 def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
     """Return x, weight, bias and labels. The logits have magnitudes around 1.
 
-    `dtypes` is the dtype of all three arrays, or a dtype for each.
+    `dtypes` is one dtype for x, weight and bias, or a tuple of their three dtypes.
     """
     rng = np.random.default_rng(seed)
     x_dtype, w_dtype, b_dtype = (dtypes,) * 3 if isinstance(dtypes, str) else dtypes
@@ -55,7 +55,8 @@ class Linear:
         dtype = jnp.dtype(self.dtype or promoted)
         factors = min(promoted, dtype, key=lambda dtype: dtype.itemsize)
         self.u, self.v = arithmetic(dtype.name), self.logits_roundoff(dtype.name)
-        # The logits' gradient is an operand of a matmul, so it is rounded to that operand's dtype.
+        # The logits' gradient becomes an operand of a matmul, so it is rounded to the dtype of the
+        # matmul's operands.
         self.factor_v = max(self.v, unit_roundoff(factors.name))
         self.x, self.weight = (exact(a.astype(factors)) for a in (self.x, self.weight))
         self.bias = exact(self.bias)

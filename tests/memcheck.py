@@ -38,7 +38,8 @@ SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384)
 SHAPES += [(3, 131072)]
 # Numbers of rows and columns for calls with two large operands: x and a residual or a gate.
 WITH_TWO = [(130, 64), (97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
-#: For norms, larger odd numbers of columns are replaced by this number.
+#: The largest odd number of columns with which norms are tested. If a shape has a larger odd number
+#: of columns, this number replaces it.
 LONGEST_ODD = 8191
 
 # Shapes whose middle axis is normalised. A block of a kernel processes a strip, a range of the last
@@ -149,7 +150,8 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
             labels = (jnp.arange(rows) * 7919 % cols).at[0].set(cols - 1)
             labels = labels.at[1].set(2**31 - 1).at[2].set(-1)
             outside = jnp.isin(jnp.arange(rows), jnp.array([1, 2]))
-            # The loss and the gradient of a label out of range are NaN, so they are replaced by 0.
+            # The loss and the gradient of a label out of range are NaN. They are replaced by 0,
+            # because `main` reports every NaN as wrong.
             x = jnp.where(outside[:, None], jax.lax.stop_gradient(x), x)
             results = function(
                 x, labels, where=jnp.arange(rows) % 7 != 3, implementation=implementation

@@ -8,8 +8,8 @@ The 60 mutants are drawn with a fixed seed from the formulas and rules of XLA's 
 primitives, Mosaic and Triton. A mutant is killed if a test fails, and survives if all pass. It is
 equivalent, and not run, if it only turns off a check of lengths (`strict=True`). Each run stops at
 the first failure. Without ``--tests``, `COVERING` names the tests of the mutated file.
-Kernels run in interpreters here. Triton's kernels need Triton: pass the path of a Python that can
-import it in ``--python``.
+Kernels run in interpreters here. Triton's kernels need Triton: set ``--python`` to the path of a
+Python that can import Triton.
 """
 
 import argparse
@@ -36,8 +36,8 @@ AREAS = {
     "kernels/jaxnorm_kernels/mosaic": 15,
     "kernels/jaxnorm_kernels/triton": 12,
 }
-#: Maps a part of a file's path to the names of test files. The tests of a mutated file are those of
-#: the first part that its path contains.
+#: Maps a part of a file's path to the names of test files. For a mutated file, the first key that
+#: its path contains determines which test files run.
 COVERING = {
     "xla/norm_rope": ["test_norm_rope*", "test_forward_mode", "test_parts"],
     "xla/softmax": ["test_softmax", "test_logits", "test_forward_mode", "test_masked_derivatives"],

@@ -79,8 +79,9 @@ class GatedNorm:
             dgate = np.abs(self.d) * dgate
         else:
             t = np.abs(self.x) * self.a_error + u * np.abs(norm.x)
-            # The norm's input is x * a, and its error is `t`. It causes a relative error of r =
-            # rstd that is at most mean(|x_hat| * r * t), where the mean is taken over the row.
+            # The norm's input is x * a, and the error of this input is `t`. This error changes r
+            # (the row's rstd) by a factor of at most 1 + mean(|x_hat| * r * t). The mean is taken
+            # over the row.
             of_r = np.mean(np.abs(norm.xh) * norm.r * t, -1, keepdims=True)
             xh = norm.r * t + np.abs(norm.xh) * of_r
             y = n + np.abs(norm.gain) * xh
@@ -113,7 +114,8 @@ class GatedNorm:
 class ScaledSum:
     """``h = residual + branch_scale * x`` and ``y = norm(h)``.
 
-    y and the gradients are computed from the stored h, which is an input.
+    y and the gradients are computed from `h`, the sum that the tested call has stored and rounded.
+    `sum_and_bound` computes the exact sum, with which the stored one is compared.
     """
 
     x: np.ndarray
@@ -291,9 +293,9 @@ class Expected(NamedTuple):
       rows: a dict of the arrays with rows: results, and gradients of operands. The bounds include
         the rounding to the array's dtype.
       stats: a list of the statistics of rows.
-      terms: a dict from the name of each parameter or table to three arrays. Its gradient is a sum
-        of terms, one for each element of x. The arrays are the terms, their bounds, and their
-        magnitudes.
+      terms: a dict from the name of each parameter or table to three arrays. The gradient of a
+        parameter or table is a sum of terms, one for each element of x. The three arrays are the
+        terms, the bounds on their errors, and their magnitudes.
     """
 
     rows: dict[str, tuple[Any, Any]]
@@ -328,7 +330,7 @@ def expected(
         rows = {"y": (ref.norm.y, ref.norm.y_bound()), "h": ref.sum_and_bound()}
         gradients = ref.gradients()
         rows |= {name: gradients.pop(name) for name in ("x", "residual")}
-        if op == "add_norm":  # The gradients of x and the residual differ only by rounding.
+        if op == "add_norm":  # x and the residual have the same gradient, apart from rounding.
             value, error = rows["residual"]
             rows["x"] = value, error + rounding(np.abs(value) + error, of_x)
         terms, norms = gradients, [ref.norm]

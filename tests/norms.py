@@ -103,8 +103,8 @@ def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, bia
         named.setdefault("scale", None)
         return jax.tree.leaves(getattr(jaxnorm, name)(**named, **options))
 
-    # Gradients of tables are taken separately: kernels do not compute them, so a call with them
-    # would run XLA's code.
+    # Kernels do not compute gradients of tables, and a call that requests one runs XLA's code. So
+    # the gradients of tables are computed in a separate call.
     of_tables = {n: a for n, a in operands.items() if OPERANDS[n] == "table"}
     others = {n: a for n, a in operands.items() if n not in of_tables}
     results, vjp = jax.vjp(lambda others: call(others | of_tables), others)

@@ -28,9 +28,12 @@ def around(a: jax.Array) -> jax.Array:
 def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `function` on slices and stores its results in larger arrays.
 
-    The slices have the values of the new function's operands. Each slice and each result starts at
-    the second element of a flat array, so no address is a multiple of 16 bytes. The new function
-    returns the larger arrays; `read` extracts the results.
+    The new function copies each of its operands into a larger flat array, and calls `function` on
+    slices of these arrays. It stores each result in another larger flat array, and returns these
+    arrays. `read` extracts the results from them.
+
+    Each slice and each result starts at the second element of its flat array, so no address is a
+    multiple of 16 bytes.
     """
 
     def of_slices(*operands: Any) -> Any:
@@ -50,14 +53,16 @@ def _stored(a: jax.Array) -> jax.Array:
 def read(whole: jax.Array) -> jax.Array:
     """Return the elements of a result as a flat array.
 
-    A function that `of_parts` made has returned the larger flat array `whole`. Its first element
-    does not belong to the result.
+    `whole` is a flat array that a function made by `of_parts` has returned. The first element of
+    `whole` does not belong to the result.
     """
     return whole[1:]
 
 
 class Address(NamedTuple):
-    """An address inside an array that XLA passes to a kernel.
+    """The address of a slice of an array.
+
+    XLA passes this address to a kernel, instead of first copying the slice to a new array.
 
     Attributes:
       operation: the kind of operation that XLA fused with the kernel's call: "slice",
@@ -70,10 +75,10 @@ class Address(NamedTuple):
 
 
 def fused(text: str) -> list[str]:
-    """Return the compiled program's lines in which XLA fused a slice with a kernel's call.
+    """Return the lines of the slices that XLA fused with a kernel's call in a compiled program.
 
-    A line is a slice, a dynamic-slice or a dynamic-update-slice. The kernel gets an address inside
-    a larger array, and the slice is not copied.
+    Each line is an operation: "slice", "dynamic-slice" or "dynamic-update-slice". The kernel gets
+    an address inside a larger array, and the slice is not copied.
     """
     return [line for body in _bodies(text) for line in _slices(body)]
 

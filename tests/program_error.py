@@ -281,7 +281,8 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
 
 def _product(a: Value, b: Value) -> Value:
     error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
-    # 0 * infinity is NaN here. This raises no error, because a select may discard the product.
+    # 0 * infinity is NaN. The analysis continues with this NaN instead of raising an error, because
+    # the program may discard the product in a later `select`.
     return Value(a.value * b.value, error)
 
 
@@ -521,7 +522,10 @@ def _divide(operands, **_):
 
 
 def _one_minus_square(operands, **_):
-    """Analyse 1 - x * x, the derivative of tanh. x * x is rounded, too."""
+    """Analyse 1 - x * x, where x is a value of tanh. This is the derivative of tanh.
+
+    The product and the difference are both rounded.
+    """
     result, rounding = _elementwise(lambda x: 1 - x * x)(operands)
     return result, rounding + operands[0].value ** 2
 

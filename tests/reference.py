@@ -101,9 +101,11 @@ def softmax_gradient_bound(
     """Return a bound on the error of dx, where d is the cotangent of y.
 
     It covers y's error to first order, the arithmetic of ``d - sum(d * y)``, and the rounding of
-    dx. If y has 16 bits, the backward divides y by the sum of its row, so each row sums to 1. Then
-    adding a constant to a row of d does not change dx. So the bound uses ``d - sum(d * y)`` instead
-    of d. Here, ``sum(d * y)`` is the mean of d with the weights y.
+    dx.
+
+    If y has 16 bits, the backward divides each row of y by its sum, so that it sums to 1. Adding a
+    constant to a row of d then does not change dx. For such y, the bound therefore multiplies y's
+    error by ``d - sum(d * y)`` instead of d. ``sum(d * y)`` is the mean of d with the weights y.
     """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
@@ -238,7 +240,7 @@ class Norm:
         return mean_error * self.r + np.abs(self.xh) * variance_error
 
     def _normal_error(self) -> np.ndarray:
-        """Return the error of the activation's argument: the norm's result before it is rounded."""
+        """Return the error of the activation's argument, which is the norm's unrounded result."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
         floor = 2.0**-60  # A kernel may replace a scale near 0 by a number of at most this size.
@@ -267,12 +269,12 @@ class Norm:
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
     def _product_error(self) -> np.ndarray:
-        """Return the error of the x_hat from which the mean c2 is computed.
+        """Return the error of x_hat in the sum from which the mean c2 is computed.
 
-        If the output y is saved, the backward computes c2 from ``y - bias``, which equals
-        ``x_hat * scale`` up to rounding. For other purposes, the backward recovers x_hat from y and
-        clips it, which limits its error. It does not clip ``y - bias``, so there is no such limit
-        here.
+        If the output y is saved, the backward uses ``y - bias`` in this sum. This difference equals
+        ``x_hat * scale`` up to rounding. It is not clipped, so its error has no upper limit. In all
+        other formulas, the backward uses an x_hat that it recovers from y and clips. Clipping
+        limits the error there.
         """
         if self.saved == "input":
             return self._recovered_error()
@@ -302,8 +304,9 @@ class Norm:
             + rounding(self.dx, self.x_dtype)
             + 2.0**-60 * self.r * np.abs(self.dn)
         )
-        # The cotangent of the norm is multiplied by the activation's derivative, which has an
-        # error. The gradients are linear in this cotangent.
+        # The cotangent of the norm is the cotangent of y, multiplied by the activation's
+        # derivative. So an error of this derivative is an error of the norm's cotangent. The
+        # gradients are linear in this cotangent, so they are evaluated at its error, too.
         _, _, _, slope_error = self._after_norm()
         d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
         d_error = d_error * (self.activation is not None)
@@ -359,10 +362,11 @@ class TwoNorms:
         few = 8 * last.u
         dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
         dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
-        # The backward needs the mean over a row of dresidual * u, where u is the result of the
-        # first norm and dresidual is its cotangent. dresidual is itself a sum of terms. A kernel
-        # may multiply each term by u and add the means of these products. So the rounding error is
-        # bounded by the magnitudes of the terms, which may be larger than their sum.
+        # For each row, the backward needs the mean of the products dresidual * u. Here, u is the
+        # result of the first norm, and dresidual is its cotangent. dresidual is itself a sum of
+        # terms. A kernel may multiply each term by u, and add the means of these products. Each
+        # product is then rounded. So the bound on the rounding error uses the magnitudes of the
+        # terms. These may be larger than the magnitude of their sum.
         u = np.abs(first.xh * self.gain)
         mean = functools.partial(np.mean, axis=-1, keepdims=True)
         terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(

@@ -76,7 +76,8 @@ def test_a_teacher():
 def test_flops():
     """A linear loss with gradients has the FLOPs of three matmuls.
 
-    A fourth matmul recomputes logits that were not saved, or computes a teacher's logits.
+    Some losses need a fourth matmul. It recomputes logits that were not saved, or it computes a
+    teacher's logits.
     """
     for op, products, of_logits in [
         ("linear_cross_entropy", 3, 1),
@@ -186,8 +187,8 @@ def test_the_providers_compute_the_loss(name, cell):
     assert [a.dtype for a in actual] == ["float32"] * results + [cell.dtype] * gradients
     # This bounds the difference between the two implementations. They round logits, or gradients of
     # logits, to the cell's dtype at different points. The results are sums of such numbers, so
-    # their error grows with the square root of the number of terms. A sum has at most as many terms
-    # as the longest last axis of an operand has elements.
+    # their error grows with the square root of the number of terms. The number of terms of a sum is
+    # at most the length of an operand's last axis. The largest such length is used.
     walk = 2 * SAFETY * unit_roundoff(cell.dtype) * np.sqrt(max(a.shape[-1] for a in inputs[0]))
     for a, e in zip(actual, expected):
         assert_within(a, exact(e), walk * np.abs(exact(e)).max())

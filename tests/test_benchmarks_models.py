@@ -176,8 +176,9 @@ def test_a_training_step_on_a_mesh(cell, monkeypatch):
     ours, expected = over_two(), alone()
     assert ours["tokens_per_s"] == pytest.approx(4 * 24 / ours["ms"] * 1e3)
     for n in LOSS_STEPS[:2]:
-        # The mesh adds up the losses of the rows in another order, so the results differ by
-        # rounding errors. They are relative to the loss, which is about log(97) for 97 classes.
+        # On the mesh, the losses of the rows are added in another order. So the results differ by
+        # rounding errors. A rounding error is proportional to the loss, which is about log(97) for
+        # 97 classes.
         loss = expected[f"loss_{n}"]
         assert ours[f"loss_{n}"] == pytest.approx(loss, abs=1e-4)
 

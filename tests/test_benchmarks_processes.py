@@ -1,4 +1,6 @@
-"""Processes of the benchmark harness: which process compiles and measures what, and failures.
+"""Tests of the benchmark harness's processes.
+
+They check which process compiles and which one measures, and what happens if a process fails.
 
 A *side* is JAX or torch. Its workers are processes that prepare (compile) benchmark cells (cases)
 in parallel, and measure them on the GPU one after the other.

@@ -252,8 +252,8 @@ def test_a_report_of_training_steps(tmp_path):
 def test_a_report_of_bars(tmp_path):
     """A bar is an upper limit for the ratio of two measured numbers, e.g. of two times.
 
-    The report compares each ratio with its bar before it rounds the ratio. It lists a bar only if
-    the bar's step with jaxnorm was measured.
+    The report compares each ratio with its bar before it rounds the ratio. One of the two numbers
+    is measured with jaxnorm. The report lists a bar only if the results include this number.
     """
     table = Table(tmp_path, SUITES["training"])
 

@@ -1,6 +1,6 @@
 """Tests of `jax_side` and `torch_side`, which run the benchmarks' cases in JAX and in torch.
 
-The tests check when each of them compiles programs, and whether it frees memory afterwards.
+The tests check when the two modules compile programs, and whether they free memory afterwards.
 """
 
 import dataclasses

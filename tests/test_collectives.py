@@ -275,8 +275,9 @@ EXCEPTIONS = {
     # weight. Then jaxnorm exchanges more bytes, because it also exchanges x. In training, the
     # logits are larger than the output weight.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
-    # The losses save no statistics of rows for the backward. So the backward exchanges the
-    # statistics again: 12 bytes per row. Plain JAX under `jax.checkpoint` saves 4 bytes per row.
+    # The losses save no statistics of rows for the backward. So the backward recomputes the
+    # statistics, and devices exchange them a second time: 12 bytes per row. Plain JAX under
+    # `jax.checkpoint` saves 4 bytes per row instead.
     ("losses of linear_softmax_cross_entropy", "tensor, outputs", "*"): "statistics, twice",
     # x is replicated. In XLA's code, each device normalises only some columns of x. A kernel cannot
     # do this, because it needs whole rows.

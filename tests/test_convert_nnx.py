@@ -284,10 +284,10 @@ def test_what_is_left_and_what_keeps_its_input_are_one_line(caplog):
 
 
 def test_a_norm_that_keeps_its_input_has_every_gradient():
-    """If a norm has a bias and a scale of 0, the converted norm saves its input.
+    """If a norm has a bias and some of its scales are 0, the converted norm saves its input.
 
-    The gradient of the scale is then correct. If the norm saved its output, the gradient would be
-    0, and the scale could not be trained.
+    The gradients of these scales are then correct. If the norm saved its output, these gradients
+    would be 0, and the scales could not be trained.
     """
     x, d = normal((6, 16)), normal((6, 16), 1)
 

@@ -33,9 +33,11 @@ H200, H100 = (folder.name for folder in report.SHOWN)
 MEASURED = {"mosaic": (H200, H100), "triton": (H200,)}
 
 # Kernels are the default for these two calls, although they are 5 % and 2 % slower than XLA's code
-# on an H100. Each array has 16 MiB, so a part of it stays in the H100's cache. For RMSNorm, a
-# schedule with two tiles of 16 rows per block would be as fast as XLA's code, but only at this
-# size. For log_softmax, nine schedules were measured, and none is as fast as XLA's code.
+# on an H100. These arrays are small (16 MiB), so a part of them stays in the H100's cache.
+#
+# For RMSNorm, a schedule with two tiles of 16 rows per block would be as fast as XLA's code, but
+# only at this size. For log_softmax, nine schedules were measured, and none is as fast as XLA's
+# code.
 SLOWER_ON_H100 = {
     KernelWorkload("rms_norm", "fwd", 32768, 256, "bfloat16", "bfloat16"),
     KernelWorkload("log_softmax", "fwd", 32768, 128, "float32", "float32"),
@@ -102,8 +104,8 @@ def test_a_call_that_is_left_has_a_reason(support):
         if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
-    # Each reason not to use kernels applies to at least one call whose kernels were slower than
-    # XLA's code.
+    # `why_not_default` returns different reasons for different calls. For each of these reasons,
+    # there is at least one call whose kernels were slower than XLA's code.
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 
@@ -116,9 +118,9 @@ def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
 def stacks():
     """Return the times of stacks of small layers, divided by the times of plain JAX ("jnp").
 
-    The result is a dict from (provider, direction) to a dict from a workload to this ratio. A
-    provider is one of the compared implementations. A workload is a tuple (op, direction, rows,
-    cols, dtype).
+    The result is a nested dict: ``ratios[provider, direction][workload]`` is the time with the
+    provider, divided by the time of plain JAX. A provider is one of the compared implementations. A
+    workload is a tuple (op, direction, rows, cols, dtype).
     """
     (rows,) = [
         table.rows()

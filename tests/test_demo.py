@@ -26,7 +26,7 @@ def demo(*arguments, cwd):
 
 @pytest.fixture
 def main(monkeypatch, tmp_path):
-    """Return the demo's main function, running in a temporary folder."""
+    """Return the demo's main function. It runs in a temporary folder."""
     # Create all virtual devices now. Otherwise, the demo would create only as many as its mesh has.
     jax.devices()
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -142,7 +142,7 @@ def arrays_of(name):
 def test_arrays_that_are_none(name):
     """An error is raised if a floating-point array is replaced by a list, a string or None.
 
-    An array of integers, booleans or complex numbers raises an error, too.
+    An error is also raised if it is replaced by an array of integers, booleans or complex numbers.
     """
     call = plain_call_of(name)
     for argument in arrays_of(name):

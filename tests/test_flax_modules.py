@@ -141,8 +141,8 @@ def values_of(parameters):
 
 
 # Each module is tested with all fields that it has (RMSNorm has no bias), and each field with all
-# dtypes. The two values of `save` take turns: each occurs with every field, with every dtype, and
-# with every module.
+# dtypes. Each case has one of the two values of `save`. Both values occur with every field, with
+# every dtype, and with every module.
 @pytest.mark.parametrize(
     ("name", "fields", "dtype", "save"),
     [

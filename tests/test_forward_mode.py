@@ -150,9 +150,10 @@ def labels_of(x):
 
 
 def of_rows(function, **options):
-    """Return a function of x, scale and bias with a result of x's shape.
+    """Return a function `call` of x, scale and bias, whose result has x's shape.
 
-    `function` returns one or two numbers per row. x is multiplied by a function of these numbers.
+    `call` computes one or two numbers per row with `function`. It then computes one factor per row
+    from these numbers, and multiplies x by these factors.
     """
 
     def call(x, s, b):
@@ -336,7 +337,8 @@ def reverse_over_reverse(f):
     return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in gradient(f)(*a)), (0, 1, 2))
 
 
-# Each value takes a function of x, scale and bias, and returns one of its derivatives.
+# The values of this dict are transformations. A transformation takes a function of x, scale and
+# bias, and returns a function that computes one of its derivatives.
 DERIVATIVES = {
     "jvp": jvp,
     "jvp along scale": lambda f: lambda x, s, b: jax.jvp(lambda s: f(x, s, b), (s,), along((s,))),
@@ -427,8 +429,8 @@ def check(name, derivative, transformation, implementation):
     if name in FUNCTIONS:
         function = functools.partial(function, implementation=implementation)
     of = ("float64", 4, 6) if implementation == "xla" else ("float32", 70, 64)
-    # Only two transformations change values, scan and vmap. So only these two are applied to the
-    # reference. Under vmap, all rows are copies of the first row and have its label.
+    # Only `scan` and `vmap` change values. So only these two transformations are applied to the
+    # reference. Under `vmap`, all rows are copies of the first row and have its label.
     repeated = transformation if transformation in ("scan", "vmap") else None
     expected = expected_of(reference, derivative, repeated, *of)
     program = transformed(function, derivative, transformation)
@@ -439,8 +441,8 @@ def check(name, derivative, transformation, implementation):
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
-# Each of these functions shares its differentiation rules with a function that is not in this list.
-# Only one formula differs.
+# For each of these functions, there is a function outside of this list that has the same
+# differentiation rules. The two functions differ only in one formula.
 VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
@@ -459,12 +461,13 @@ KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
 # Kernels are tested with every derivative of every function. XLA's code is tested with every
-# derivative, too, but each function in VARIANTS is tested only with every third derivative. Each of
-# the three thirds has derivatives of first and of second order, and a batch or a Jacobian.
+# derivative of the functions that are not in VARIANTS. For a function in VARIANTS, XLA's code is
+# tested only with every third derivative. Each of the three thirds has derivatives of first and of
+# second order, and a batch or a Jacobian.
 #
-# A case is skipped if a kernel does not support its call. Some kernels do not support few short
-# rows. Some kernels of rotary norms do not support several scales. Per-example gradients have
-# several scales, because each row then has its own scale.
+# A case is skipped if a kernel does not support its call, for one of two reasons. Some kernels need
+# at least 64 rows if the rows are short. Some kernels of rotary norms need the same scale for all
+# rows, but per-example gradients have one scale for each row.
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("derivative", "name", "implementation"),

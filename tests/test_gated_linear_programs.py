@@ -145,9 +145,9 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
     of_a_layer = (temp_bytes(5) - temp_bytes(3)) / 2
     activation_bytes = tokens * inner * jnp.dtype(dtype).itemsize
-    # Besides the saved activations (gate and up), a layer may store x. XLA may also store one copy
-    # of each weight. x has a quarter of the size of an activation. There are at most three weights,
-    # and each has an eighth of this size.
+    # The saved activations are gate and up. In addition, a layer may store x, and XLA may store one
+    # copy of each weight. x is a quarter as large as one of these activations. There are at most
+    # three weights, and each of them is an eighth as large as one of these activations.
     assert of_a_layer <= (1 + has_gate + 1 / 4 + 3 / 8) * activation_bytes
 
 

@@ -99,7 +99,8 @@ def double(tree):
     return jax.tree.map(lambda a: np.asarray(a, "float64"), tree)
 
 
-# Both modules are tested with all fields. In bfloat16, they take turns.
+# In float32, each module is tested with each entry of `FIELDS`. In bfloat16, only one of the two
+# modules is tested with each entry, and the module changes from entry to entry.
 @pytest.mark.parametrize(
     ("pair", "fields", "dtype"),
     [

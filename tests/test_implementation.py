@@ -295,8 +295,8 @@ def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
 def broken(monkeypatch, tmp_path):
     """Return a function ``make(name)`` that registers an implementation whose import fails.
 
-    The result of ``make`` is a function ``imports()``. A call of ``imports`` returns the names of
-    all such implementations that jaxnorm has tried to import so far, in order.
+    ``make`` returns a function without arguments. This function returns a list of names: one for
+    each time that jaxnorm has tried to import an implementation from ``make``, in order.
     """
     monkeypatch.setattr(backends, "_failures", {})
     monkeypatch.setattr(backends, "_told", set())
@@ -383,7 +383,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
     """`_DEFAULT_ON["mosaic"]` returns True for exactly the GPUs on which Mosaic is the default.
 
-    jaxnorm uses this table to decide whether to warn about kernels that cannot be imported.
+    If kernels cannot be imported, jaxnorm uses `_DEFAULT_ON` to decide whether to log a warning.
     """
     spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):

@@ -113,8 +113,8 @@ def of_docs():
 def step_of(block):
     """Return a function that computes a block's loss and gradients.
 
-    The loss is a sum of sines, because its derivative needs the block's result. The derivative of a
-    plain sum would not need it.
+    The loss is ``sum(sin(y))``, where y is the block's result. The gradient of this loss needs y.
+    The gradient of ``sum(y)`` would not need y, and XLA would not compute y at all.
     """
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
@@ -123,7 +123,8 @@ def step_of(block):
 def custom_vjp3():
     """If ``jax_remat3`` is on, also turn on ``jax_custom_vjp3``.
 
-    With ``jax_remat3``, policies see names inside a `jax.custom_vjp` only if this setting is on.
+    If ``jax_remat3`` is on and ``jax_custom_vjp3`` is off, policies do not see the names inside a
+    `jax.custom_vjp`.
     """
     is_next = getattr(jax.config, "jax_remat3", False)
     if is_next:

@@ -162,7 +162,10 @@ def test_nan_stays_in_its_row(cols, kernels):
 
 
 def test_more_elements_than_int32_counts(kernels):
-    """Arrays of more than 2^31 elements have correct results: the last rows equal the first."""
+    """Arrays of more than 2^31 elements have correct results.
+
+    The input repeats the same 8 rows, so the last 8 rows of the result must equal the first 8.
+    """
     rows, cols = 2**19 + 8, 4096
     functions = (jaxnorm.softmax, jaxnorm.rms_norm)
     if triton_programs.are_recorded():  # too large for a CPU

@@ -130,10 +130,10 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 @each_direction
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
 def test_small_divergences(x64, reverse, gap):
-    """The error of a small divergence is at most some unit roundoffs, multiplied by `gap`.
+    """The absolute error of a small divergence is at most proportional to `gap`.
 
-    `gap` is about the difference between the logits of student and teacher. The divergence is about
-    gap^2 / 2, so its relative error grows like 1 / gap.
+    The logits of student and teacher differ by about `gap`. The divergence is about gap^2 / 2, so
+    its relative error is proportional to 1 / gap: the smaller the gap, the larger this error.
     """
     x, noise = operands((4, 30000), "float32")
     teacher = x + gap * noise

@@ -38,8 +38,8 @@ class Of(NamedTuple):
       function: the public function.
       reference: the class that computes it in float64.
       options: the options with which it is tested.
-      matmuls: the number of matmuls in the program of a value and its gradients. The first chunk
-        precedes the loop, so its matmuls are in the program twice.
+      matmuls: the number of matmuls in the program of a value and its gradients. The program has
+        the matmuls of a chunk twice: before the loop, for the first chunk, and in the loop.
     """
 
     function: Callable[..., Any]
@@ -99,8 +99,9 @@ def check(of, x, weight, bias, labels, where=None, *, chunk=None, **options):
         if of != "none":
             terms = np.abs(values).sum()
             values, bounds = values.sum() / count, bounds.sum() / abs(count)
-            # The mean divides by the sum of the weights. They have both signs, so its error is
-            # relative to the sum of their magnitudes.
+            # The mean divides by the sum of the weights. Some weights are positive and some are
+            # negative, so the sum may be small. Its rounding error is proportional to the sum of
+            # the weights' magnitudes.
             for size in (terms, np.abs(weights).sum() * np.abs(values)):
                 bounds = bounds + 4 * expected.u * size / abs(count)
         values, bounds = (values,), (bounds,)
@@ -234,9 +235,10 @@ def test_chunks_by_default():
         accumulator = 4 * weight[0] * weight[1]
         assert chunk_rows(None, rows, weight, logits, bf16, accumulator=accumulator) == expected
         assert chunk_rows(64, rows, weight, logits, bf16, accumulator=accumulator) == 64
-    # If the gradient of all logits is stored, no accumulator is needed. The gradient must fit into
-    # the memory of the accumulator and of a chunk. If it does not, chunks are made half as large to
-    # free memory. If this is not enough either, the result is None: the gradient is not stored.
+    # A call may store the gradient of all logits. It then needs no accumulator, but it must not use
+    # more memory than a call with an accumulator. If it would, chunks of half as many rows are
+    # tried, because their logits take less memory. If this is not enough, the result is None: the
+    # gradient of all logits is not stored.
     for rows, chunk, weight, expected in (
         (8192, 2048, (4096, 128256), 2048),
         (8192, 2048, (2048, 128256), 1024),
@@ -424,7 +426,7 @@ SIZES = {
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_rows_of_different_sizes(dtype):
-    """The gradients of rows are accurate if their cotangents or weights are small."""
+    """The gradients of rows with small cotangents or small weights are accurate, too."""
     arrays = operands(7, 16, 64, dtype)
     d, labels = np.float32(SIZES[dtype]), arrays[-1]
 
@@ -449,8 +451,9 @@ SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32":
 def test_logits_scale_of_any_size(dtype, scale, reduction):
     """`logits_scale` may have any size.
 
-    In float16, the gradient of the logits could overflow if it included a large scale. So it is
-    divided by a power of two near the scale, and this division is undone in float32.
+    The gradient of the logits is proportional to this scale. With a large scale, it could overflow
+    in float16. So the gradient of the logits is divided by a power of two near the scale. Later
+    results in float32 are multiplied by this power.
     """
     # The logits have magnitudes around 1, and the loss is multiplied by 2**10.
     x, weight, bias, labels = operands(7, 16, 64, dtype)
@@ -484,7 +487,8 @@ def step_of(labels, *, of="log_prob", wrt=(0, 1), **options):
 
 
 # The arguments to differentiate, the number of matmuls, and the number of loops. If weight has a
-# gradient, the first chunk precedes the loop, and its matmuls are in the program twice.
+# gradient, the first chunk is computed before the loop. The program then has the matmuls of a chunk
+# twice: before the loop and in the loop.
 @pytest.mark.parametrize(
     ("wrt", "products", "loops"),
     [((), 1, 1), ((0, 1), 1 + 2 * 3, 2), ((0,), 3, 2), ((1,), 1 + 2 * 2, 2)],

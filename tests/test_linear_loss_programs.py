@@ -51,7 +51,8 @@ def checkpoint(policy=None):
 
 KEPT = jax.checkpoint_policies.save_only_these_names("jaxnorm_linear_gradient")
 # Maps a program's name to its function, its number of matmuls, and its number of loops. If weight
-# has a gradient, the first chunk precedes the loop, and its matmuls are in the program twice.
+# has a gradient, the first chunk is computed before the loop. The program then has the matmuls of a
+# chunk twice: before the loop and in the loop.
 PROGRAMS = {
     "the loss": (of("mean"), 1, 1),
     "losses": (of("none"), 1, 1),

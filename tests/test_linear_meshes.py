@@ -1,7 +1,8 @@
-"""Linear layers and their losses on meshes: split rows, a weight split along either axis, and FSDP.
+"""Tests of linear layers and of their losses on meshes.
 
-The mesh has eight virtual CPU devices. Arrays are float64, except for losses in chunks. The name of
-a layout lists the split axes by these letters:
+The tests shard the rows, or either axis of the weight, or both (as FSDP does). The mesh has eight
+virtual CPU devices. Arrays are float64, except for losses in chunks. The name of a layout lists the
+split axes by these letters:
 
 - n: the features of a result;
 - f: the hidden features of an MLP;
@@ -68,8 +69,10 @@ LABELS[0] = -100
 def loss_of_rows(x, weight, bias, labels, *, reduction):
     """Call a loss that computes logits ``x @ weight`` itself, and reduce its results to one number.
 
-    `reduction` is an option of the loss ("mean", for example), or it selects another function:
-    log-probabilities and entropies, log-probabilities of several labels, or divergences.
+    `reduction` determines which function is called. "divergence" calls `linear_kl_divergence`,
+    "several" calls `linear_log_prob_and_entropy` with several labels per position, and "log_prob"
+    calls `linear_mixture`. For any other value, such as "mean", `linear_softmax_cross_entropy` is
+    called, and the value is passed on as its option `reduction`.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
     if reduction == "divergence":
@@ -194,8 +197,8 @@ class Layout(NamedTuple):
 
     Attributes:
       exchanges: the names of the collectives.
-      out: the sharding that is requested for the matmul's result, or None. It is required if
-        partial sums are to be reduce-scattered.
+      out: the sharding that the test requests for the matmul's result, or None. JAX
+        reduce-scatters partial sums only if such a sharding is requested.
       in_loop: True if classes are split, so that the loop over chunks exchanges statistics.
     """
 
@@ -240,9 +243,9 @@ LOSS = {
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
-    # x is replicated. The devices divide its rows among themselves, but only along the mesh axis
-    # "data". The axis "model" splits the classes, so all devices along this axis need the same
-    # rows.
+    # x is replicated, so a device could process any of its rows. Devices along the mesh axis "data"
+    # process different rows. Devices along the axis "model" process the same rows, because this
+    # axis splits the classes.
     "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
     "d of x": Layout(
         P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True
@@ -272,8 +275,8 @@ VARIANTS = ["several", "divergence"]
 def test_layouts(name, layout, kind):
     """Values are correct, gradients are sharded like their operands, and few arrays are exchanged.
 
-    Arrays that have a row for each row of x, unlike parameters and sums, are exchanged only if a
-    requested sharding requires it.
+    Devices may exchange parameters and sums. They exchange an array with one row per row of x only
+    if a requested sharding requires this.
     """
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
     mesh = mesh_of(Case("", MESH, P()), kind)

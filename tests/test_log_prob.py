@@ -90,8 +90,8 @@ def test_small_entropies(implementation):
 def test_logits_that_stand_for_none(lowest, options, implementation):
     """A logit of -inf, or a very low finite logit, excludes its class.
 
-    In each row of x, other classes are excluded: the first 200, the last ones except the label,
-    every third, or all but the label.
+    Each of the four rows of x excludes different classes: the first 200, the last ones except the
+    label, every third, or all but the label.
     """
     x, labels, d = operands((4, 300), "float32")
     column, labels = jnp.arange(300), labels.at[:].set(299)

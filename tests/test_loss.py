@@ -267,8 +267,8 @@ def test_confident_labels(options, implementation):
     loss = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation, **options)
     if not options:
         expected = np.log1p(999 * np.exp(-exact(certain)))
-        # The loss depends on a sum of 999 equal exponentials, each with the rounding error of its
-        # argument.
+        # The loss depends on a sum of 999 equal exponentials. The arguments of the exponentials
+        # have the same rounding error, so the errors do not cancel in the sum.
         roundings = reference.SAFETY * (np.sqrt(999) + exact(certain) + 8) * 2.0**-24
         assert_within(loss, expected, roundings * expected)
 

@@ -150,7 +150,7 @@ FOUND = {"linear_kl_divergence": 2**-5}
 def test_right_and_wrong_values(case, monkeypatch):
     """The check accepts correct values, and rejects values that have a certain relative error.
 
-    This error is 2**-12. For the functions in `FOUND`, it is the error that `FOUND` gives.
+    For the functions in `FOUND`, `FOUND` has this error. For all other functions, it is 2**-12.
     """
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right

@@ -1,7 +1,7 @@
 """memory_report's advice on Hugging Face's models reduces the saved bytes as it states.
 
-The tests follow the advice without changing the model's code. While the model is traced, they
-replace functions that it calls and results of its modules.
+The tests follow the advice without changing the model's code. While the model is traced, the tests
+replace some of the functions that it calls, and the results of some of its modules.
 """
 
 import contextlib

@@ -167,7 +167,10 @@ def check_product(ours):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("weight", [P(), P("data"), P(None, "model")], ids=str)
 def test_product(weight, kind):
-    """Results on the mesh are correct for replicated, sharded (FSDP) and split weights."""
+    """Results on the mesh are correct for three shardings of the weight.
+
+    The weight is replicated, sharded along its rows (FSDP), or sharded along its columns.
+    """
     axes = {"data": GPUS // 2, "model": 2} if weight == P(None, "model") else {"data": GPUS}
     mesh = mesh_of(Case("product", axes, P("data")), kind)
     given = PRODUCT()
@@ -197,8 +200,8 @@ def final_losses(tmp_path, *options):
     """Run the demo, and return the final losses of its three trainings, with 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
-    # Turn autotuning off. Otherwise, each process would time algorithms for matmuls. In this short
-    # run, the timing would take longer than the faster matmuls could gain.
+    # Turn autotuning off. Otherwise, each process would first time several algorithms for each
+    # matmul. In this short run, this would take more time than the fastest algorithms could save.
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     done = subprocess.run(
         [sys.executable, program, *sizes, "--markdown=table.md", *options],

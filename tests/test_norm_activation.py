@@ -87,7 +87,7 @@ def test_one_rounding():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_norms_of_all_sizes(activation, implementation):
-    """Activations are correct for a norm of 0, and if their exponentials over- or underflow."""
+    """Activations are correct for norms that are 0, and for norms whose exp over- or underflows."""
     scale = jnp.asarray(np.append(np.geomspace(1e-20, 1e4, 63), 0), "float32")
     given = {"scale": scale, "activation": activation, "implementation": implementation}
     check("rms_norm", normal((70, 64), "float32", 0), **given)
@@ -95,7 +95,7 @@ def test_norms_of_all_sizes(activation, implementation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_of_zero_beside_a_bias(dtype):
-    """With a bias and an activation, gradients of scales near 0 are as accurate as others.
+    """With a bias and an activation, gradients are accurate even for scales that are near 0.
 
     A norm with an activation saves its input. So the backward does not recover x_hat from y. To
     recover it, the backward would divide by the scale, and a small scale would magnify rounding

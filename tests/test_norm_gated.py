@@ -143,7 +143,7 @@ def test_one_rounding():
 @each_order
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_all_sizes(activation, before, implementation):
-    """Results are correct for gates of 0, and if their exponentials over- or underflow."""
+    """Results are correct for gates that are 0, and for gates whose exp over- or underflows."""
     sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
     x, _, scale = operands((70, 64), *["float32"] * 3)
     gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32")
@@ -207,6 +207,6 @@ def test_what_the_policy_keeps_for_the_next_product(before):
     )
     found = [equation.primitive.name for equation in equations(jaxpr)]
     assert found.count("jaxnorm.rms_norm_gated") == 1
-    # The forward runs three matmuls. The backward recomputes the first two of them. For each of the
-    # three, it also runs two matmuls, one for the gradient of each operand: six in total.
+    # The forward runs three matmuls. The backward recomputes the first two of them. It also runs
+    # six matmuls for gradients: one for each of the two operands of each of the three matmuls.
     assert found.count("dot_general") == 3 + 2 + 6

@@ -199,7 +199,8 @@ def test_a_program_for_cuda():
     """A program for CUDA has three kernel calls of the norm, and three matmuls.
 
     The kernel calls are the norm's forward, the same forward again in the backward pass, and the
-    norm's backward. With 16-bit operands, all matmuls have 16-bit operands.
+    norm's backward. If the program's arguments are bfloat16, all matmuls have bfloat16 operands:
+    none of them is computed in float32.
     """
     shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}

@@ -147,7 +147,7 @@ def test_scale_offset(save, implementation):
 @each_save
 @pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
 def test_few_axes_and_rows(shape, save):
-    """Results are correct for arrays with few axes or rows. They are too small for a kernel."""
+    """Results are correct for arrays with few axes or rows, which are too small for a kernel."""
     cos, sin = tables((32,))
     x = normal(shape, "float32", 0)
     checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")

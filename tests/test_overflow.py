@@ -70,8 +70,8 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
         h = exact(x) * (1 + name.startswith("add"))
         ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
     dx_bound, dscale_bound, _ = ref.gradient_bounds()
-    # An infinite element does not affect c2, the mean of (cotangent * x_hat), because its cotangent
-    # is 0. So it does not affect dx of other elements.
+    # In this test, the cotangent of every infinite element of y is 0. So an infinite element does
+    # not affect c2, which is the mean of (cotangent * x_hat), nor dx of other elements.
     x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
     lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
     expected, bound = ref.dx, dx_bound + lost

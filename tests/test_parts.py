@@ -97,7 +97,8 @@ def windows(x, scale):
 def layers(x, scales, unroll=1):
     """Apply one norm per layer.
 
-    Layer i uses row i of a stack of scales. The stack is `scales` without its first element.
+    `scales` is a flat array. Without its first element, it is a stack of scales, one for each
+    layer. So each scale is a slice of an array, and does not start at a multiple of 16 bytes.
     """
     stack = scales[1:].reshape(-1, 1024)
     return jax.lax.scan(lambda x, scale: (x + rms_norm(x, scale), None), x, stack, unroll=unroll)[0]

@@ -287,8 +287,9 @@ def test_on_policy_distillation():
 
     loss = page("recipes")["distillation_loss"]
     ours = jax.value_and_grad(loss)(params, teacher, tokens, answer, temperature=2.0)
-    # A term of the divergence contains a difference of two log-probabilities. The error of each
-    # log-probability is relative to its own size, which is larger than the difference.
+    # A term of the divergence contains a difference of two log-probabilities. The error of a
+    # log-probability is proportional to its magnitude, which may be much larger than the
+    # difference. So the difference may have a large relative error.
     log_q, log_p = (exact(log_softmaxes(p, tokens, 2.0)) for p in (params, teacher))
     magnified = (np.abs(log_q) + np.abs(log_p)).max() / np.abs(log_q - log_p).max()
     assert_close(ours, jax.value_and_grad(plain)(params), magnified)

@@ -193,7 +193,8 @@ def additions_of(jaxpr, shape):
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
     """If a model computes x + branch(norm(x)), the norm's backward returns the whole gradient of x.
 
-    It adds the gradient of the residual x to dx, so the jaxpr has no addition of gradients.
+    The model uses x twice: as the residual and as the norm's input. The norm's backward adds the
+    gradients of both uses, so the jaxpr has no other addition of gradients.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (4, 8))

@@ -96,7 +96,10 @@ def taken_twice(x, scale, *tables):
 
 
 def summed(x, scale, cos, sin):
-    """Return x with the two halves of its columns swapped. This is not a rotation."""
+    """Normalise x, and return it with the two halves of its columns swapped.
+
+    This is not a rotation, because no half is negated. The report must not take it for a rotation.
+    """
     a, b = jnp.split(plain(x, scale), 2, axis=-1)
     return jnp.concatenate([b, a], axis=-1)
 

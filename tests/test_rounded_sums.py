@@ -36,8 +36,10 @@ def operands(name, dtype):
     addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
     # The test needs an addend that is lost in rounding: h + addend must be rounded to h. The addend
     # is smaller than half the spacing of floats between 1 and 2, so it is lost if h + addend is in
-    # this range. Below 1, floats are closer together, and the addend might not be lost. So h is
-    # increased if it is 1 and the addend is negative.
+    # this range. Below 1, floats are closer together, and the addend might not be lost.
+    #
+    # h itself is between 1 and 2. The sum is below 1 only if h is 1 and the addend is negative. In
+    # this case, h is increased.
     h = h * (1 + (addend < 0) * (h == 1) / 16)
     if name == "add_rms_norm":
         return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None

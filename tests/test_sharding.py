@@ -248,7 +248,10 @@ def test_manual_axes_without_checks(kernels):
 
 
 def test_some_axes_manual_and_others_not(kernels):
-    """If only some axes are manual, XLA's code runs, because XLA partitions the other axes."""
+    """If only some mesh axes are manual, XLA's code runs.
+
+    XLA partitions the call along the other mesh axes, and XLA cannot partition a kernel.
+    """
     mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     _, x, scale = operands("rms_norm")
     mapped = jax.shard_map(

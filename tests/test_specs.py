@@ -55,7 +55,8 @@ def test_a_spec_is_small():
 def test_the_norms_of_a_call(op):
     """`Spec.norms` has a spec for each norm of the call.
 
-    `Spec.last` is the spec of the last norm. If a call has no norm, it is the call's spec itself.
+    `Spec.last` is the spec of the last norm. For a call without a norm, `Spec.last` is the call's
+    spec itself.
     """
     spec = build_spec(op, "bwd", 4, 128, F32, F32)
     norms = spec.norms

@@ -19,7 +19,10 @@ from jaxnorm_kernels.triton import launch
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A NumPy array with the interface of a device tensor that the interpreter uses."""
+    """A NumPy array that looks like a device tensor to the interpreter.
+
+    It has the attributes and methods that the interpreter needs.
+    """
 
     array: np.ndarray
 

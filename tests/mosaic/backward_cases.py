@@ -119,8 +119,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
             spec.norm.bias_dtype
         )
         if spec.norm.scale_dtype is not None:
-            # Where the floor replaced a scale of 0, the bias is 0. With another bias, rounding y =
-            # floor * x_hat + bias would lose floor * x_hat.
+            # Where the floor replaces a scale of 0, this code sets the bias to 0. Next to any other
+            # bias, floor * x_hat would be lost when y = floor * x_hat + bias is rounded.
             bias[..., ::7] = 0
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
@@ -193,8 +193,8 @@ def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
     total = terms.sum(axis=1, keepdims=True)
     total_error = _TERMS * _U * np.abs(terms).sum(axis=1, keepdims=True)
     if spec.renormalises:
-        # y is not negative, so the error of its sum is relative to the sum. The division adds a few
-        # roundings.
+        # The elements of y are not negative, so their sum has a small relative error. The division
+        # by this sum adds this relative error and a few roundings.
         total, total_error = (a / y.sum(axis=1, keepdims=True) for a in (total, total_error))
         total_error += (_TERMS + 4) * _U * np.abs(total)
     # The kernel may compute exp(y) as 2^(y * log2(e)), which rounds the exponent once more.

@@ -166,10 +166,10 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> 
 
 
 def program(spec: Spec, schedule: ForwardSchedule | None = None, **kwargs: Any) -> Any:
-    """Return `call` under `jax.jit`. With a given schedule, it is cached and compiles only once.
+    """Return `call` under `jax.jit`.
 
-    Programs without a schedule are not cached, because they depend on tables that a test may
-    replace.
+    If a schedule is given, the jitted function is cached, so it compiles only once. Functions
+    without a schedule are not cached, because they depend on tables that a test may replace.
     """
     if schedule is not None:
         return _program_of(spec, schedule, **kwargs)

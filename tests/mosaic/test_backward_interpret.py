@@ -156,8 +156,8 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# Two calls (of rms_norm and layer_norm) alternate from schedule to schedule. So both run with each
-# kind of schedule.
+# Each schedule is tested with one of two calls, of rms_norm or of layer_norm. The calls alternate.
+# There are several schedules of each kind, so each call runs with each kind of schedule.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [
@@ -281,8 +281,9 @@ def test_nan_stays_in_its_row(name: str) -> None:
 def test_clip(name: str) -> None:
     """If x_hat is recovered from y, it is clipped to the range from -sqrt(N) to sqrt(N).
 
-    For rows of N columns, no true x_hat is outside of this range. Values outside of it are rounding
-    errors, here because y is much larger than the scale.
+    For rows of N columns, no exact x_hat is outside of this range. A recovered x_hat may be outside
+    of it because of rounding errors. In this test they are large, because some elements of y are
+    much larger than their scale.
     """
     case = BY_NAME[name]
     spec = make_spec("layer_norm", case.rows, case.cols, F32, F32)
@@ -362,7 +363,7 @@ def no_races(spec: Spec, case: Case) -> bool:
     ids=str,
 )
 def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
-    """For h = x + residual, the gradients of x and of the residual are the gradient of h.
+    """For h = x + residual, the gradients of x and of the residual both equal the gradient of h.
 
     The residual's gradient is stored in the residual's dtype, and x's gradient in x's dtype.
     """

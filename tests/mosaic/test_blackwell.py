@@ -250,7 +250,10 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
 
 
 def in_one_kernel(spec: Spec) -> tuple[Any, Any]:
-    """Return a function that runs both passes of a loss in one kernel, and its operands' types."""
+    """Return a function and the types (shapes, dtypes) of its operands.
+
+    The function runs both passes of a loss in one kernel.
+    """
     logits = jax.ShapeDtypeStruct((spec.rows, spec.cols), spec.x_dtype)
     name, other = "labels", jax.ShapeDtypeStruct((spec.rows,), np.int32)
     if spec.op == "kl_divergence":
@@ -264,7 +267,10 @@ def in_one_kernel(spec: Spec) -> tuple[Any, Any]:
 
 
 def loss_of(spec: Spec) -> tuple[Any, Any]:
-    """Return a function that runs a loss's forward and backward, and a list of operand types."""
+    """Return a function and the types (shapes, dtypes) of its operands.
+
+    The function runs the forward and the backward pass of a loss.
+    """
     of_backward = changed(spec, direction="bwd", want_stats=False)
 
     def both(x: Any, labels: Any, *cotangents: Any) -> Any:
@@ -304,9 +310,9 @@ def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
-        # This kernel stores one row of each of two arrays in shared memory. Here, one row takes 256
-        # KiB, which the blocks of a cluster share out. The two rows fit only if a cluster has at
-        # least 16 blocks, or if a block has more shared memory.
+        # This kernel stores one row of each of two arrays in shared memory. Here, a row takes 256
+        # KiB. Each block of a cluster stores a part of both rows. Both rows would fit only if a
+        # cluster had at least 16 blocks, or if a block had more shared memory than on this GPU.
         assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
     if spec.direction == "bwd" and spec.is_norm and spec.cols == 1001:

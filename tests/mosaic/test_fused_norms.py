@@ -172,9 +172,9 @@ def check(spec: Spec, schedule: Any) -> None:
 def in_turn(direction: str) -> Iterable[Any]:
     """Yield cases of each family: a schedule with a combination of options.
 
-    One fast schedule runs all combinations. Each other schedule runs one combination, because a
-    schedule's loop over rows does not depend on the formula. Several schedules use the same kind of
-    loop, so each kind of loop still runs with several combinations.
+    One fast schedule runs all combinations. Every other schedule runs only one combination. This is
+    enough, because the options do not change a schedule's loop over rows. Several schedules use the
+    same kind of loop, so each kind of loop still runs with several combinations.
     """
     for family, of in FAMILIES.items():
         if direction not in of.directions:
@@ -184,8 +184,8 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        # `cases` has two successive schedules of each kind. The two run with different values of
-        # the first option.
+        # In `cases`, schedules of the same kind follow each other. The items 2 * k and 2 * k + 1
+        # run with different values of the first option, so each kind runs with both values.
         found = [
             (case, way[i // 2 % len(way)])
             for i, case in enumerate(cases)
@@ -331,7 +331,8 @@ def test_activations_of_groups_of_channels(
 def lowered_cases() -> Iterable[Any]:
     """Yield test parameters: each shape of each family with one to three combinations of options.
 
-    The combinations take turns from shape to shape. For "scaled sum", only the dtypes change.
+    Successive shapes have successive combinations, so that all combinations occur. The combinations
+    of "scaled sum" differ only in the dtypes, and each shape has three of them.
     """
     for family, of in FAMILIES.items():
         times = {"activation": 1, "scaled sum": 3}.get(family, 2)

@@ -1,6 +1,7 @@
-"""The kernels on a GPU: each rule of the forward's schedule table, and arrays that fill the GPU.
+"""Tests that run kernels on a GPU.
 
-`test_kernels` has the tests that also run on smaller arrays.
+They cover each rule of the forward's schedule table, and arrays that are large enough to fill the
+GPU. `test_kernels` has the tests that also run on smaller arrays.
 """
 
 import dataclasses
@@ -40,8 +41,8 @@ FORWARD_COLS += [2**17, 2**18]
 @pytest.mark.parametrize("cols", FORWARD_COLS)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_forward_kernels(op, cols):
-    # The three combinations of dtypes take turns, so that each width runs with all of them, and so
-    # does each function.
+    # Neighbouring widths and neighbouring functions have different combinations of dtypes. So each
+    # width and each function runs with all three combinations.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     cols = cols if "softmax" in op else cols // 8 * 8
@@ -69,9 +70,9 @@ def relative_difference(ours: jax.Array, theirs: jax.Array) -> jax.Array:
 
 
 def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 3) -> None:
-    """Assert that the results agree with XLA's.
+    """Assert that the results agree with XLA's up to rounding.
 
-    They may differ because each side rounds once, and because sums are added in different orders.
+    The kernel and XLA's code each round a result once, and they add sums in different orders.
     """
     operands = workload.operands(0)
     expected = jax.tree.leaves(jax.jit(workload.function(xla))(*operands))
@@ -99,7 +100,7 @@ def test_large_arrays(op, rows, cols, direction, dtype):
 
 
 # Each kind of model block in the benchmarks, with its gradients. The block "x + norm(x)" is
-# omitted, because it runs the kernels of a single norm.
+# omitted: it runs only the kernels of a single norm, which `test_large_arrays` covers.
 BLOCKS = [
     pytest.param(block, id=f"{block.op}-{block.shape}-{block.dtype}")
     for block in blocks.grid(

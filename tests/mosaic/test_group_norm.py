@@ -175,8 +175,9 @@ STRIPS = {
     # For the race detector, strips do not overlap. Overlapping strips store equal values twice,
     # which the detector would report.
     "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
-    # Groups whose size is not a power of 2. A strip has 32 inner elements, but only 30 or 24 of
-    # them form complete groups. So neighbouring strips overlap.
+    # Groups whose size is not a power of 2. A strip has 32 inner elements. The next strip begins
+    # only 20, 24 or 30 elements later, because this distance must be a multiple of the group size
+    # and of a thread's vector. So neighbouring strips overlap.
     "ten": Strips(2, 37, 80, 2, 16, group=10),
     "six": Strips(1, 72, 48, 8, 4, warpgroups=2, group=6),
     "twenty": Strips(3, 21, 40, 4, 8, group=20),
@@ -236,7 +237,7 @@ def test_no_races(strips: Strips) -> None:
 def test_with_64_bit_types(saved: str) -> None:
     """Kernels use 32-bit integers, even if 64-bit types are enabled.
 
-    Python integers are then traced as int64.
+    If 64-bit types are enabled, JAX traces Python integers as int64 by default.
     """
     with jax.enable_x64(True):
         check(make_spec("fwd", (1, 37, 40), 1, F32, saved=saved))
@@ -460,8 +461,8 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
 
 
 #: Entries like those of `SIZES`, with one channel per group. A strip is a range of neighbouring
-#: channels that one block processes. The last strip overlaps its neighbour. In some entries, the
-#: blocks of a cluster process a strip together.
+#: channels. In some entries, one block processes a strip. In others, all blocks of a cluster
+#: process a strip together. The last strip may overlap the strip before it.
 SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 12000, 512, 512)]
 
 
@@ -472,9 +473,9 @@ SINGLE = [(64, 96, 3136, 3136), (8, 3001, 784, 784), (256, 32, 1024, 1024), (4, 
     "sizes", [*SIZES, *UNEVEN, *SINGLE, (4, 1000, 96, 24), (3, 333, 64, 64)], ids=str
 )
 def test_large_arrays(sizes: tuple[int, ...], dtype: Any, save: str) -> None:
-    """Results and gradients agree with XLA's.
+    """Results and gradients agree with XLA's up to rounding.
 
-    They may differ because each side rounds once, and because sums are added in different orders.
+    The kernel and XLA's code each round a result once, and they add sums in different orders.
     """
     outer, cols, inner, groups = sizes
     keys = jax.random.split(jax.random.key(0), 4)

@@ -53,8 +53,8 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# Pairwise testing: the cases cover every pair of values of two parameters (function, dtype,
-# schedule).
+# Pairwise testing: there are three parameters (function, dtype and schedule). For any two of them,
+# every pair of their values occurs in some case.
 @pytest.mark.parametrize(
     ("op", "dtype", "case"),
     [
@@ -135,8 +135,8 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
-# Successive schedules are tested with different functions, so each kind of schedule is tested with
-# several functions.
+# Each schedule is tested with one function, and the next schedule with the next function. There are
+# several schedules of each kind, so each kind is tested with several functions.
 @pytest.mark.parametrize(
     ("op", "case"),
     [*zip(itertools.cycle(["layer_norm", "add_layer_norm", "rms_norm_add_rms_norm"]), CASES)],
@@ -145,7 +145,7 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
 def test_groups_of_rows(op: str, case: Case) -> None:
     """Values are correct if each group of rows has its own scale or bias.
 
-    The schedule must ensure that no tile has rows of two groups, and that no block does.
+    The schedule must ensure that all rows of a tile, and all rows of a block, belong to one group.
     """
     schedule, groups = dataclasses.replace(case.schedule_for(F32), params_first=True), 3
     rows = 2 * schedule.rows * max(1, schedule.tiles)

@@ -62,7 +62,8 @@ def test_products(compiler: Compiler, reduction, rows, options):
     program = compiled(compiler, reduction, rows, **options)
     text = program.as_text()
     products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
-    # The first chunk precedes the loop, so its three matmuls are in the program twice.
+    # The program has the three matmuls of a chunk twice: once before the loop, for the first chunk,
+    # and once in the loop, for all other chunks.
     assert len(products) == 2 * 3 + (reduction != "mean")
     (accumulating,) = (line for line in products if '"beta":1' in line)
     assert f"f32[{D},{V}]" in accumulating.split(" custom-call(")[0]

@@ -206,9 +206,10 @@ def test_one_kernel(cols, padding, dtype, schedule, options):
 
 
 def test_one_kernel_is_both_passes():
-    """The kernel of both passes returns the results of two kernels, for rows of all kinds.
+    """The kernel that computes both passes returns the same results as two separate kernels.
 
-    The gradient may have another dtype than the logits.
+    Some rows have a label out of range, infinite or NaN logits, or a masked position. The kernel
+    may also return the gradient in another dtype than the logits.
     """
     x, labels, d = operands((8, 1032), "float32")
     labels = labels.at[0].set(-1).at[1].set(1032).at[2].set(-100)
@@ -262,7 +263,7 @@ def test_linear_loss_in_one_kernel(reduction, sharded):
     for implementation, expected in kernels.items():
         lowered = program(implementation).trace(*arrays).lower(lowering_platforms=("cuda",))
         names = re.findall(r"jaxnorm_cross_entropy_(\w+)_mosaic_gpu", lowered.as_text())
-        # With reduction "none", the losses come from a forward pass before.
+        # With reduction "none", a separate forward kernel runs first and computes the losses.
         assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
 
 

@@ -144,9 +144,10 @@ FUNCTIONS = {
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
 
-# Calls that use each rule of the schedules. There are also calls whose kernels once had an
-# operation per row or per vector. They have short rows (a warp loads more elements at once),
-# unaligned rows, or tiles above a causal diagonal.
+# Calls that use each rule of the schedules. There are also calls whose kernels had too many
+# operations in earlier versions: one operation for each row or for each vector. In these calls,
+# rows are unaligned, or a row is shorter than the elements that a warp loads at once, or some tiles
+# are above a causal diagonal.
 CASES = [
     *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
     ("add_layer_norm", 40, BF16, BF16),

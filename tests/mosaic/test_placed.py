@@ -43,7 +43,8 @@ VALUES = [
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("case", VALUES, ids=str)
 def test_values(case, name, monkeypatch):
-    # The combinations of dtypes take turns, so that each function runs with most of them.
+    # Successive cases have different combinations of dtypes, so that each function runs with most
+    # combinations.
     mixes = test_logits.MIXES
     x_dtype, bias_dtype, y_dtype = mixes[
         (2 * VALUES.index(case) + (name == "softmax")) % len(mixes)

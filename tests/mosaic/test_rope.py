@@ -28,8 +28,8 @@ QUERIES = {
     each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
 }
 
-# Ways in which rows of x share rows of the rotary tables, in the order of the entries. A row of x
-# is a head at a position.
+# Each entry describes which rows of x use the same row of the rotary tables. A row of x is one head
+# at one position. There are four entries:
 #
 # 1. The heads of a position share a table row. A kernel's tile has the rows of one position.
 # 2. The heads of a position share a table row. A tile has the rows of several positions.

@@ -110,7 +110,8 @@ def test_residuals_in_a_loop_s_stacks_are_read_and_written_in_place(compiler: Co
         *(shape(4096, 1024), *LAYERS),
     )
     found = collections.Counter(address.operation for address in parts.addresses(text))
-    # Two reads, of y and rstd in the backward, and one write.
+    # The backward kernel reads two slices (of y and of rstd). The forward kernel writes one slice
+    # (of rstd).
     assert found == {"dynamic-slice": 2, "dynamic-update-slice": 1}
     assert not any(map(is_unaligned, parts.addresses(text)))
 

@@ -13,7 +13,8 @@ from benchmarks.models import MODELS, cell
 # The version of cuDNN that h100.py describes. By default, JAX would look for cuDNN on this machine,
 # which has none.
 CUDNN = 90800
-SCALARS = 4096  # bytes of 16 scalars: each of them occupies 256 bytes, the smallest allocation
+# The memory of 16 scalars in bytes. Each scalar occupies 256 bytes, the smallest allocation.
+SCALARS = 4096
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 

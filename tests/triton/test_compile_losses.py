@@ -133,8 +133,8 @@ def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
         kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
         assert sum(".v4." in kind for kind in kinds) == 16 * dtype.itemsize // 16
         # Besides these vectors, the kernel loads four 4-byte numbers per row. If rows are
-        # unaligned, separate code for the ends of a row loads these four numbers again. It also
-        # loads and stores 16 elements one by one.
+        # unaligned, the kernel has separate code for the ends of a row. This code loads the four
+        # numbers again. It also loads and stores 16 elements one by one.
         ones = sum(kind == f"{access}.global.{single}" for kind in kinds)
         of_rows = 4 * (access == "ld" and single == "b32") * (1 if is_aligned else 2)
         assert ones == of_rows + (0 if is_aligned else 16)

@@ -250,7 +250,8 @@ def function_of(name, **options):
 
 X, SCALE = jax.ShapeDtypeStruct((2, 6, 4, 96), BF16), jax.ShapeDtypeStruct((96,), F32)
 TABLE = jax.ShapeDtypeStruct((6, 1, 32), F32)
-# Functions, and the types of their operands; all but rotary tables may get a batch axis.
+# For each call: the function, and the types of its operands. A test adds a batch axis to each
+# operand except rotary tables.
 CALLS = {
     **{
         f"gate-{before}": (function_of("rms_norm_gated", norm_before_gate=before), (X, X, SCALE))
