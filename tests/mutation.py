@@ -46,7 +46,7 @@ COVERING = {
     "xla/label_sums": ["test_loss", "test_log_prob", "test_loss_sharding"],
     "xla/cross_entropy": ["test_loss", "test_loss_*", "test_linear_loss", "test_forward_mode"],
     "xla/kl_divergence": ["test_kl_divergence", "test_forward_mode"],
-    "xla/formulas": ["test_meshes", "test_forward_mode"],
+    "xla/formulas": ["test_split_masks", "test_forward_mode", "test_meshes"],
     "xla/reductions": ["test_implementation", "test_broadcast_parameters", "test_norm"],
     "xla/": [
         "test_norm",
