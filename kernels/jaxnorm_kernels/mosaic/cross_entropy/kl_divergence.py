@@ -138,10 +138,11 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 # Limit for the bytes of all rows that the kernel of both passes processes at the same time. They
 # must remain in the L2 cache until they are read a second time. An H100 has 50 MB of L2 cache.
 _CACHE_BYTES = 40 * 2**20
-# In this kernel, a block has one warpgroup for each `_BOTH_SHARE_BYTES` of a row of the student's
-# logits and a row of the teacher's, up to four warpgroups. A thread takes 85 to 96 registers, so
-# an SM has room for only one block of four warpgroups. Times in ms of `linear_kl_divergence` and
-# its gradients for x of shape (rows, features), all arrays in bfloat16 (H100):
+# Maps the bytes of a row of the student's logits and a row of the teacher's to the number of
+# warpgroups of a block in this kernel. The first line applies whose number of bytes is not larger
+# than these. A thread takes 85 to 96 registers, so an SM has room for only one block of four
+# warpgroups. Times in ms of `linear_kl_divergence` and its gradients for x of shape (rows,
+# features), all arrays in bfloat16 (H100):
 #
 #                                                     blocks     one       two
 #      rows    features    classes                    per row    kernel    kernels
@@ -152,9 +153,14 @@ _CACHE_BYTES = 40 * 2**20
 #     16384        2048      50257                          2     25.8       26.6
 #      4096        8192      32000                          1     11.49      11.75
 #
-# Blocks of fewer warpgroups, for rows of less than 96 KiB, were not timed. As in the module `both`,
-# several of these blocks run on an SM, and their rows fit into the cache.
-_BOTH_SHARE_BYTES, _BOTH_MOST_WARPGROUPS = 24 * 1024, 4
+# Times in us of this kernel alone, for float32 logits, by the number of warpgroups (H100):
+#
+#      rows    classes        1        2        4    two kernels
+#     32768       1000    125.3    165.5    324.3          210.9
+#     32768       4096    538.8    443.0    502.4          776.2
+#     16384       8192    641.3    477.1    507.1          778.8
+#      8192      16384    718.9    591.1    489.9          779.3
+_BOTH_WARPGROUPS = ((96 * 1024, 4), (24 * 1024, 2), (0, 1))
 
 
 @kept
@@ -165,8 +171,7 @@ def choose_both(spec: Spec, gpu: Gpu) -> LossForwardSchedule | None:
     fit into the L2 cache. The result is None if they do not fit with any cluster.
     """
     row = _row_bytes(spec)
-    wanted = min(max(1, row // _BOTH_SHARE_BYTES), _BOTH_MOST_WARPGROUPS)
-    warpgroups = 1 << wanted.bit_length() - 1
+    warpgroups = next(number for least, number in _BOTH_WARPGROUPS if row >= least)
     sizes = [1, *sorted(size for size in gpu.clusters if size <= gpu.portable_cluster)]
     for cluster in sizes:
         if row * gpu.at_a_time(cluster) <= _CACHE_BYTES:
