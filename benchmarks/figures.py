@@ -71,8 +71,9 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
 
     `Figure.roof` is the time of a copy that loads and stores as many bytes, divided by the time of
     the workload. The time of the copy is the median over all processes that timed it, because
-    the time of a single process can be wrong. For example, 28 copies of at least 100 MB were timed
-    on an H200. For one of them, a process measured a time at least 7 % above the median.
+    the time of a single process can be wrong. For example, copies of 28 different sizes (all at
+    least 100 MB) were timed on an H200, each by several processes. For one of these sizes, the
+    time of one process was 7 % or more above the median.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}
@@ -172,7 +173,10 @@ class Ahead:
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
-    """Yield an `Ahead` for each workload and each provider that is faster than jaxnorm in it."""
+    """Yield an `Ahead` for each workload in which a provider is faster than jaxnorm.
+
+    If several providers are faster in a workload, each of them has its own `Ahead`.
+    """
     for question, answers in figures.items():
         mine = own(answers)
         if mine is None:
