@@ -12,8 +12,8 @@ The operations cover every public function, some under other names. `post_norm` 
 whole training steps. Each step is compiled in three variants: in plain JAX, with jaxnorm's norms,
 and with all of jaxnorm.
 
-This module defines the cells, and `first_calls` measures them. Like `workloads`, this module imports
-neither JAX nor torch.
+This module defines the cells, and `first_calls` measures them. Like `workloads`, this module
+imports neither JAX nor torch.
 """
 
 import dataclasses
