@@ -71,9 +71,9 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
 
     `Figure.roof` is the time of a copy that loads and stores as many bytes, divided by the time of
     the workload. The time of the copy is the median over all processes that timed it, because
-    the time of a single process can be wrong. For example, 28 measured
-    times of copies of 100 MB or more (on an H200) were compared with the medians for the same
-    sizes. One of these times was at least 7 % above its median.
+    the time of a single process can be wrong. For example, 28 times of copies of 100 MB or more
+    were measured on an H200. Each was compared with the median time of copies of the same size. One
+    of the 28 times was at least 7 % above this median.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}

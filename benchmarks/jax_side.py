@@ -188,10 +188,10 @@ def kernel_time(cell: Timed, program: Program) -> Figures:
 
 
 def _logits_bytes(cell: Timed) -> int:
-    """Return the size in bytes of the copy that is timed in this cell, or 0 if no copy is timed.
+    """Return the size in bytes of a copy whose time is a part of the time limit for a linear loss.
 
-    A copy is timed if the cell measures the matmuls of a linear loss. Its time is a part of the
-    time limit for this loss (see `losses.COPY_FACTOR`). Its size is `LossWorkload.logits_bytes`.
+    The copy is timed in the cells that measure the matmuls of a linear loss. For other cells,
+    return 0. `losses.COPY_FACTOR` explains the limit.
     """
     workload = cell.workload
     if cell.provider != "products" or not isinstance(workload, LossWorkload):

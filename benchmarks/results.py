@@ -85,7 +85,10 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """Return the row of each cell that was measured last, with any version of the software."""
+        """Return a list of rows: for each cell, the row that was measured last.
+
+        It may have been measured with any version of the software.
+        """
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 
