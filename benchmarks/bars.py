@@ -43,7 +43,7 @@ class Bar:
 
     @property
     def cells(self) -> tuple[TrainingCell, TrainingCell]:
-        """The two training steps that this limit compares. The step with jaxnorm comes first."""
+        """The two training steps whose ratio is limited. The step with jaxnorm comes first."""
         return (
             models.cell(self.model, self.remat, "scan", VARIANT),
             models.cell(self.model, self.plain_remat, "scan", PLAIN),
@@ -69,5 +69,5 @@ BARS = (
 
 
 def cells() -> Iterator[TrainingCell]:
-    """Yield the training steps that the limits in `BARS` compare. No step is yielded twice."""
+    """Yield the training steps whose ratios are limited in `BARS`. No step is yielded twice."""
     yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -4,7 +4,7 @@ XLA cannot fuse a kernel with the operations around it. So a kernel is timed as 
 is compared with plain JAX code for the same block, which XLA can fuse. To add a block, add an entry
 to `BLOCKS`, and a function to each module of `benchmarks/providers` whose library has the block.
 
-This module does not import JAX or torch, like `workloads`.
+Like `workloads`, this module imports neither JAX nor torch.
 """
 
 import dataclasses

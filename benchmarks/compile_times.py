@@ -12,8 +12,8 @@ The operations cover every public function, some under other names. `post_norm` 
 whole training steps. Each step is compiled in three variants: in plain JAX, with jaxnorm's norms,
 and with all of jaxnorm.
 
-This module defines the cells and, like `workloads`, does not import JAX or torch. `first_calls`
-measures them.
+This module defines the cells, and `first_calls` measures them. Like `workloads`, this module
+imports neither JAX nor torch.
 """
 
 import dataclasses
@@ -77,9 +77,9 @@ COLUMNS_ARE_MULTIPLES_OF = {
     "group_norm_silu": CHANNEL_GROUPS,
     "rms_norm_rope": 2,
 }
-# Operations of other suites that this suite leaves out. The first two are an addition followed by a
-# plain norm. They are left out because this suite already measures plain norms. `product` is a
-# plain matmul.
+# Operations of other suites that this suite leaves out. Each of the first two runs an addition and
+# then a plain norm. They are left out because this suite already measures plain norms. The third,
+# `product`, is a plain matmul.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
 OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if op not in _LEFT_OUT)
 # Operations that are also compiled with mixed dtypes. For layer_norm and rms_norm, x is float32 and

@@ -1,7 +1,7 @@
 """The suite `cpu`: jaxnorm's plain JAX code on a CPU, compared with other libraries.
 
-jaxnorm and the other library are timed in the same process. This module defines the cells and, like
-`workloads`, does not import JAX or torch. `cpu_times` measures them.
+jaxnorm and the other library are timed in the same process. This module defines the cells, and
+`cpu_times` measures them. Like `workloads`, this module imports neither JAX nor torch.
 """
 
 import dataclasses

@@ -71,8 +71,9 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
 
     `Figure.roof` is the time of a copy that loads and stores as many bytes, divided by the time of
     the workload. The time of the copy is the median over all processes that timed it, because
-    the time of a single process can be wrong. For example, 28 copies of at least 100 MB were timed
-    on an H200. For one of them, a process measured a time at least 7 % above the median.
+    the time of a single process can be wrong. For example, 28 times of copies of 100 MB or more
+    were measured on an H200. Each was compared with the median time of copies of the same size. One
+    of the 28 times was at least 7 % above this median.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}
@@ -172,7 +173,10 @@ class Ahead:
 
 
 def ahead(figures: Figures) -> Iterator[Ahead]:
-    """Yield an `Ahead` for each workload and each provider that is faster than jaxnorm in it."""
+    """Yield an `Ahead` for each workload in which a provider is faster than jaxnorm.
+
+    If several providers are faster in a workload, each of them has its own `Ahead`.
+    """
     for question, answers in figures.items():
         mine = own(answers)
         if mine is None:

@@ -174,7 +174,7 @@ def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
 def kernel_time(cell: Timed, program: Program) -> Figures:
     roof = None if cell.workload.flops else timing.copy_roof(cell.workload.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
-    # The bandwidth of a copy, from which the report computes the time limit for a linear loss.
+    # Add the bandwidth of a copy. The report computes the time limit for a linear loss from it.
     copy = {}
     if size := _logits_bytes(cell):
         copy["gbps"] = timing.copy_roof(size).gbps(size)
@@ -188,9 +188,10 @@ def kernel_time(cell: Timed, program: Program) -> Figures:
 
 
 def _logits_bytes(cell: Timed) -> int:
-    """Return the number of bytes that are copied, to compute the time limit for a linear loss.
+    """Return the size in bytes of a copy whose time is a part of the time limit for a linear loss.
 
-    Return 0 if the cell does not measure the matmuls of a linear loss.
+    The copy is timed in the cells that measure the matmuls of a linear loss. For other cells,
+    return 0. `losses.COPY_FACTOR` explains the limit.
     """
     workload = cell.workload
     if cell.provider != "products" or not isinstance(workload, LossWorkload):
@@ -241,5 +242,8 @@ def crowds_others() -> bool:
 
 
 def needs_restart(error: Exception) -> bool:
-    """Return True if the process cannot use the GPU after this error, as after most CUDA errors."""
+    """Return True if the process cannot use the GPU any more after this error.
+
+    This is so after most CUDA errors.
+    """
     return "CUDA_ERROR" in str(error) and "OUT_OF_MEMORY" not in str(error)

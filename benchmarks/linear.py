@@ -1,6 +1,6 @@
 """The suite `linear`: a norm with the matmul after it, and the matmul alone as the reference.
 
-This module does not import JAX or torch, like `workloads`.
+Like `workloads`, this module imports neither JAX nor torch.
 """
 
 import dataclasses

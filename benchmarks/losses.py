@@ -1,7 +1,7 @@
 """The suite `loss`: losses, log-probabilities and divergences, with or without a linear layer.
 
 To add a loss, add an entry here, and a function to each module of `benchmarks/providers` whose
-library has the loss. This module does not import JAX or torch, like `workloads`.
+library has the loss. Like `workloads`, this module imports neither JAX nor torch.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ class Loss:
       products: the number of matmuls in forward and backward pass together; 0 without a linear
         layer.
       logit_bytes: the number of bytes per logit that a linear loss loads and stores between its
-        matmuls, for the time limit (see `COPY_FACTOR`). A cross-entropy reads 16-bit logits, reads
-        them again, and writes their 16-bit gradient: 2 + 2 + 2 = 6 bytes. A log-probability reads
-        float32 logits in both passes, and writes their 16-bit gradient: 4 + 4 + 2 = 10 bytes. A
-        divergence reads float32 logits of the student and of the teacher, and writes a 16-bit
-        gradient: 4 + 4 + 2 = 10 bytes.
+        matmuls. The time limit for the loss is computed from it (see `COPY_FACTOR`). A
+        cross-entropy reads 16-bit logits, reads them again, and writes their 16-bit gradient:
+        2 + 2 + 2 = 6 bytes. A log-probability reads float32 logits in both passes, and writes their
+        16-bit gradient: 4 + 4 + 2 = 10 bytes. A divergence reads float32 logits of the student and
+        of the teacher, and writes a 16-bit gradient: 4 + 4 + 2 = 10 bytes.
     """
 
     shapes: tuple[Shape, ...]
@@ -159,8 +159,8 @@ class LossWorkload(FewParameters):
     def logits_bytes(self) -> int:
         """Number of bytes that a linear loss loads and stores between its matmuls.
 
-        These bytes are logits and gradients of logits. They are used for the time limit (see
-        `COPY_FACTOR`).
+        These bytes are logits and gradients of logits. The time limit for the loss is computed from
+        this number (see `COPY_FACTOR`).
         """
         return self.loss.logit_bytes * self.sizes[0] * self.sizes[-1]
 

@@ -79,9 +79,10 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size, so that a worker gets one batch per round.
+    """Split the cells into batches of about equal size, with about `most` cells or fewer.
 
-    A batch has about `most` cells or fewer. Cells with the same workload are in the same batch,
+    The workers process the batches in rounds. In each round, every worker processes one batch, so
+    all workers finish at about the same time. Cells with the same workload are in the same batch,
     because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))

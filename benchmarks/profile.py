@@ -91,8 +91,8 @@ def longest(
 def column(cell: TrainingCell, *, list_kernels: bool) -> dict[str, float]:
     """Return a column of the table, as a dict that maps the names of its rows to numbers.
 
-    Most rows are milliseconds: of each class of kernels, of all kernels together, and of the whole
-    step. The last row is tokens per second.
+    All rows but the last are times in milliseconds: one row for each class of kernels, one for all
+    kernels together, and one for the whole step. The last row is the number of tokens per second.
     """
     step = training.Step(cell, cell.batch)
     state, times, _ = step.times(LOSS_STEPS[-1])

@@ -1,6 +1,6 @@
 """Folders of compiled Triton kernels: their paths, and the GPUs for which they were compiled.
 
-This module does not import JAX or torch, like `providers`. `triton_programs` fills the folders and
+Like `providers`, this module imports neither JAX nor torch. `triton_programs` fills the folders and
 runs the kernels.
 """
 
@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: The name of an environment variable. Its value is the path of a folder that contains a folder of
-#: compiled kernels for each side in `SIDES`.
+#: The name of an environment variable. Its value is the path of a folder. For each side in `SIDES`,
+#: this folder has a subfolder with compiled kernels.
 VARIABLE = "TRITON_PROGRAMS"
 
 #: GPUs for which kernels can be compiled. Each has three numbers: ten times its compute capability,

@@ -91,7 +91,8 @@ def readme_section(found: Results) -> str:
             f"Times and temp are from {text.source(steps)}.",
             "The largest batch is the largest whose arguments, results and temp memory fit in "
             "80 GB by XLA's memory plan.",
-            f"These steps were compiled for {text.source(with_jaxnorm)}, and not run."
+            "The steps with the largest batches were not run, but only compiled, for "
+            f"{text.source(with_jaxnorm)}."
             if with_jaxnorm
             else "",
         ),
@@ -129,8 +130,8 @@ def page_section(found: Results) -> str:
             "the library's own API and compiler."
         ),
         page_tables.comparisons(found.kernels, found.api),
+        *([paragraph(notes)] if (notes := text.notes(found.kernels)) else []),
         paragraph(
-            text.notes(found.kernels),
             page_tables.where_ahead(figures.ahead(found.kernels)),
             f"[{REPORT}]({here}/{REPORT}) lists these cells, and the GB/s of every library; the "
             "CSV files in its folder have all figures.",
@@ -195,16 +196,17 @@ _CAPTIONS = {
     "linear": "A norm and the matmul after it, in TFLOP/s. In brackets: the time of XLA's matmul "
     "without a norm, divided by the time of norm and matmul.",
     "training": "Training steps of models (benchmarks/language_models.py) with AdamW, float32 "
-    "parameters, bfloat16 activations, cuDNN's attention, and scanned layers, unless the row says "
-    'unrolled. Remat says what a layer saves for its backward pass: with "none", all that its '
-    'backward pass needs; with "dots", the results of its matmuls; with "block", only its input. '
+    "parameters, bfloat16 activations and cuDNN's attention. Layers are scanned, except in rows "
+    'with the word "unrolled". The column "remat" shows what a layer saves for its backward pass: '
+    'with "none", all that its backward pass needs; with "dots", the results of its matmuls; with '
+    '"block", only its input. '
     "cuBLAS chooses the algorithms of matmuls.",
     "capacity": "The largest batch for which a training step fits in 80 GB, by XLA's memory plan. "
     "The steps were compiled, not run.",
     "stacks": "Programs with many small norms: 24 pre-norm residual layers. A time is measured "
     "from the call of the program until its results are ready. Calls of the program alternate "
-    "with calls of the same program in plain jnp. The default runs XLA's code for small norms that "
-    "are not differentiated.",
+    "with calls of the same program in plain jnp. By default, jaxnorm runs XLA's code for small "
+    "norms that are not differentiated.",
 }
 _OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {

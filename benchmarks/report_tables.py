@@ -324,10 +324,10 @@ def losses(rows: Sequence[Row]) -> str:
 
 
 def _limit_of(row: Row) -> Row:
-    """Return the row with the time limit for a linear loss.
+    """Return a row of results whose time is the time limit for a linear loss (see `_LIMIT`).
 
     Args:
-      row: a result of the provider `products`, which measures only the matmuls of the loss.
+      row: a row of results of the provider `products`, which measures only the matmuls of the loss.
     """
     if row["status"] != OK or not row["gbps"]:
         return row

@@ -61,9 +61,9 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
 
 
 def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
-    """Return a dict that maps each column of a suite to its number in `figures`, as text.
+    """Return a dict from the name of each column of a suite to a text with the column's number.
 
-    A number that is missing becomes "".
+    The numbers are in `figures`. If a column has no number there, its text is "".
     """
 
     def text(name: str, decimals: int) -> str:
@@ -85,7 +85,10 @@ class Table:
         return path(self.folder, self.suite.name)
 
     def rows(self) -> list[Row]:
-        """Return the last row of each cell, whatever version of the software measured that row."""
+        """Return a list of rows: for each cell, the row that was measured last.
+
+        It may have been measured with any version of the software.
+        """
         cell = [name for name in self.suite.key if name != "software"]
         return list(latest(read(self.file, self.suite.columns), cell).values())
 

@@ -65,7 +65,10 @@ def program(cell: StackCell, name: str) -> Callable[..., Any]:
 
 
 def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:
-    """Run the programs alternately. Return the median milliseconds from call to results of each."""
+    """Run the programs alternately, and return the median time of each program in milliseconds.
+
+    A time is measured from the call of the program until its results are ready.
+    """
     times: list[list[float]] = [[] for _ in programs]
     turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):

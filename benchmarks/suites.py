@@ -142,8 +142,9 @@ class Suite:
       cells: a function that returns the cells of a selection.
       sides: the groups of processes, such as JAX and torch, in which the suite can run.
       batch: the maximum number of cells that a process compiles before it measures them.
-      alone: True if only one process at a time may run the suite. This is needed if the compilers
-        themselves time several matmuls on the GPU to choose the fastest, and if the CPU is timed.
+      alone: True if only one process at a time may run the suite. This is needed in two cases: if
+        compilers time several matmuls on the GPU to choose the fastest, or if the suite measures
+        the CPU.
       in_turn: True if a process must compile its cells one after the other. This is needed if the
         compile time is measured. There may still be several processes.
     """
@@ -168,7 +169,10 @@ class Suite:
 
 
 def provider_name(cell: Cell) -> str:
-    """Return the name of a cell's provider: "jaxnorm" for the model variant "jaxnorm-norms"."""
+    """Return the name of a cell's provider.
+
+    For example, the provider of a cell with the model variant "jaxnorm-norms" is "jaxnorm".
+    """
     return cell.provider.split("-")[0]
 
 

@@ -77,7 +77,9 @@ def _device(rows: Sequence[Row]) -> str:
 
 def _software(rows: Sequence[Row]) -> str:
     packages = sorted({package for row in rows for package in row["software"].split(" + ")})
-    return f"{', '.join(packages)}; jaxnorm's kernels of commit {_values(rows, 'commit')}"
+    commits = _values(rows, "commit")
+    noun = "commits" if "," in commits else "commit"
+    return f"{', '.join(packages)}; jaxnorm's kernels of {noun} {commits}"
 
 
 def _values(rows: Sequence[Row], column: str) -> str:

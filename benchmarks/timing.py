@@ -60,7 +60,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Compile two functions: one makes an array, the other copies this array.
 
-    The copy loads and stores `size` bytes in all.
+    The number of bytes that the copy loads, plus the number that it stores, is `size`.
     """
     words, _ = calls.words_for(size)
     fill = jax.jit(lambda i: jnp.full(words, i, jnp.uint32)).lower(0).compile()
@@ -70,9 +70,9 @@ def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
-    """Return the timing of a copy by XLA that loads and stores `size` bytes in all.
+    """Return the timing of a copy by XLA. Its loads and stores together transfer `size` bytes.
 
-    It is the roofline bound for a call that loads and stores as many bytes.
+    It is the roofline bound for a call whose loads and stores transfer the same number of bytes.
     """
     fill, copy = copy_programs(size)
     copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])

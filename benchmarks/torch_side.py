@@ -146,7 +146,8 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
     kernels = [
         event
         for event in profiled.events()
-        # An annotation is an event that spans several kernels. Do not count their time twice.
+        # Skip annotations. An annotation is an event that spans several kernels, so the time of
+        # these kernels would be counted twice.
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
     kernels.sort(key=lambda event: event.time_range.start)
@@ -165,7 +166,8 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     results = function(*operands)
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    # Delete the results only after the memory is read. Otherwise, `temp` would include their bytes.
+    # Delete the results only now. If they were deleted before `memory_allocated` is called, `temp`
+    # would include their bytes.
     del results
     return temp
 
@@ -222,10 +224,16 @@ def release() -> None:
 
 
 def crowds_others() -> bool:
-    """Return False: after `release`, the process holds no GPU memory that others may need."""
+    """Return False, which means that the process does not have to end to free GPU memory.
+
+    `release` frees its memory.
+    """
     return False
 
 
 def needs_restart(error: Exception) -> bool:
-    """Return True if the process cannot use the GPU after this error, as after most CUDA errors."""
+    """Return True if the process cannot use the GPU any more after this error.
+
+    This is so after most CUDA errors.
+    """
     return "CUDA error" in str(error)

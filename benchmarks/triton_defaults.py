@@ -3,7 +3,7 @@
 These times decide for which calls the Triton kernels are the default.
 
 python -m benchmarks.triton_defaults          prints the table of docs/platforms.md
-python -m benchmarks.triton_defaults --write  writes it there, and `timings.TIMINGS`
+python -m benchmarks.triton_defaults --write  writes it to that page, and updates `timings.TIMINGS`
 """
 
 import argparse

@@ -111,7 +111,7 @@ LAYERS_OF = {
 def report_of(layer: Layer) -> jaxnorm.MemoryReport:
     """Return the memory report of a scan over layers.
 
-    It is the report for the gradients with respect to x and to the parameters of the layers.
+    The gradients are taken with respect to x and to the parameters of the layers.
     """
     shapes = {
         **dict.fromkeys(("q", "out"), (WIDTH, WIDTH)),

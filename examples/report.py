@@ -142,9 +142,10 @@ def markdown(runs: Sequence[Run], freed: Sequence[tuple[float, float]], caption:
 def plot(
     runs: Sequence[Run], bigram: float, early: tuple[int, float], title: str, path: Path
 ) -> None:
-    """Write a plot as PNG.
+    """Plot the losses and the memory of the runs, and write the plot to a PNG file.
 
-    `early` is a pair (n, tolerance): the losses of the first n steps must agree to `tolerance`.
+    `early` is a pair (n, tolerance). In the first n steps, the losses of the runs may differ by at
+    most `tolerance`. The plot shows this limit, but this function does not check it.
     """
     figure = plt.figure(figsize=(12, 6.2), layout="constrained")
     figure.suptitle(title, fontsize=11)

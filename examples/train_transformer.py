@@ -63,7 +63,10 @@ def read_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
-    """Return sequences of seq + 1 bytes. All but the last are inputs, all but the first targets."""
+    """Return sequences of seq + 1 bytes.
+
+    In each sequence, all bytes but the last are inputs, and all bytes but the first are targets.
+    """
     return text[starts[:, None] + np.arange(seq + 1)]
 
 

@@ -14,8 +14,9 @@ import jaxnorm.linen
 
 # Each token is a byte, which has 256 possible values.
 VOCABULARY = 256
-# A step of Adam changes the output of a layer by about the learning rate times the width. So the
-# learning rate is this number divided by the width.
+# A step of Adam changes the output of a layer by about the learning rate times the width. The
+# learning rate is `LEARNING_RATE_TIMES_WIDTH` divided by the width, so that this change does not
+# depend on the width.
 LEARNING_RATE_TIMES_WIDTH = 0.5
 
 

@@ -115,11 +115,11 @@ PROVIDERS: dict[str, Provider] = {
     "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
     "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
-    # jaxnorm has a single function for each of these blocks. This provider does not call it:
-    # it calls jaxnorm's plain norm or softmax, and computes the rest in jax.numpy. For the blocks
-    # add_rms_norm and add_layer_norm, this provider is only measured with mixed dtypes. In a single
-    # dtype, it would run the same code as the provider `jaxnorm` runs for the blocks
-    # residual_rms_norm and residual_layer_norm.
+    # jaxnorm has a single function for each of these blocks. The provider `composed` does not call
+    # this function. Instead it calls jaxnorm's plain norm or softmax, and computes the rest of the
+    # block in jax.numpy. The blocks add_rms_norm and add_layer_norm are only measured with mixed
+    # dtypes here. With a single dtype, their code would be the same as the code of
+    # residual_rms_norm and residual_layer_norm, which the provider `jaxnorm` measures.
     "composed": Provider(
         "jaxnorm composed",
         "jax",
@@ -187,7 +187,7 @@ PROVIDERS: dict[str, Provider] = {
         losses=CROSS_ENTROPIES,
         overwrites=("cross_entropy", "capped_cross_entropy"),
         wide_parameters=False,
-        note="Liger's RMSNorm overwrites dy with dx.",
+        note="Liger's RMSNorm overwrites dy with dx, without copying dy first.",
     ),
     # Liger's linear loss with kernels in CuTe DSL, in two forms. In the first, a kernel processes a
     # chunk of logits, and cuBLAS runs the matmuls. In the second, kernels process all logits and

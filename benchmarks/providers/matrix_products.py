@@ -92,7 +92,8 @@ def _four_backward(
     (x, weight, gradient), _ = jax.lax.optimization_barrier((saved, cotangents))
     logits = _logits(x, weight, jnp.float32)
     dx, dweight = _gradients(x, weight, gradient)
-    # One of the logits is part of a result, because XLA would not compute unused logits.
+    # Store one of the logits in a result. Otherwise all logits would be unused, and XLA would not
+    # compute them.
     dx = jax.lax.dynamic_update_slice(dx, logits[:1, :1].astype(dx.dtype), (0, 0))
     return dx, dweight, None, None
 

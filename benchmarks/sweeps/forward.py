@@ -54,7 +54,7 @@ def _ends(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[Forward
 
 
 def _shares(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
-    """Yield schedules with other numbers of warpgroups and blocks per row."""
+    """Yield variants of `chosen` that differ in the numbers of warpgroups and blocks per row."""
     if chosen.kind == "pipelined_tile" or workload.x_dtype != workload.y_dtype:
         return
     for cluster, warpgroups in itertools.product((1, 2, 4, 8), (1, 2, 4)):

@@ -34,7 +34,7 @@ def workloads() -> Iterator[HeadsKernelWorkload]:
 
 
 def schedules(workload: HeadsKernelWorkload) -> list[Heads]:
-    """Return the schedule that the table chooses, then others."""
+    """Return a list of schedules: the schedule that the table chooses, then other valid ones."""
     spec = workload.spec
     chosen = (heads.forward if workload.direction == "fwd" else heads.backward)(spec)
     if chosen is None:
