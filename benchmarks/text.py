@@ -76,7 +76,11 @@ def _device(rows: Sequence[Row]) -> str:
 
 
 def _software(rows: Sequence[Row]) -> str:
-    packages = sorted({package for row in rows for package in row["software"].split(" + ")})
+    versions: dict[str, list[str]] = {}
+    for package in sorted({package for row in rows for package in row["software"].split(" + ")}):
+        name, _, version = package.partition(" ")
+        versions.setdefault(name, []).append(version)
+    packages = [f"{name} {' and '.join(found)}" for name, found in versions.items()]
     commits = _values(rows, "commit")
     noun = "commits" if "," in commits else "commit"
     return f"{', '.join(packages)}; jaxnorm's kernels of {noun} {commits}"

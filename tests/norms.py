@@ -27,7 +27,7 @@ def normal(shape, dtype, seed, scale=1.0, shift=0.0):
 
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):
-    """Return cos and sin of random angles. They are multiplied by `factor`, as in YaRN."""
+    """Return `factor` * cos(a) and `factor` * sin(a) for random angles a. YaRN has a factor."""
     angle = np.random.default_rng(seed).uniform(-np.pi, np.pi, size=shape)
     return jnp.asarray(factor * np.cos(angle), dtype), jnp.asarray(factor * np.sin(angle), dtype)
 
@@ -215,7 +215,7 @@ def make_spec(op, direction, rows, cols, mix, kind="rms_norm", **given):
 
 
 def grouped(n, kind="layer_norm"):
-    """Return fields of a `Spec`: x has `n` groups of rows, each with its own parameters."""
+    """Return the fields of a `Spec` whose x has `n` groups of rows with their own parameters."""
     names = ("scale", "bias", "branch_scale") if kind == "layer_norm" else ("scale", "branch_scale")
     return {f"{name}_groups": n for name in names}
 

@@ -298,7 +298,8 @@ def test_layouts(name, layout, kind):
 def check_loop(text, layout):
     """Assert that loops over chunks exchange only statistics."""
     found = exchanged(text.splitlines())
-    # If x's rows are not split, devices gather the results, one or two numbers per row.
+    # If the rows of x are not sharded, an all-gather of the results, one or two numbers per row, is
+    # allowed.
     of_rows = [("all-gather", 8 * 12), ("all-gather", 8 * 12 * 2)]
     names = {name for name, size in found if (name, size) not in of_rows}
     assert names == layout.exchanges

@@ -1,4 +1,4 @@
-"""rms_norm_linear: values and gradients against float64 NumPy; errors."""
+"""rms_norm_linear: values and gradients against float64 NumPy; error messages."""
 
 import jax
 import jax.export

@@ -504,12 +504,12 @@ def chunk_rows(
       weight: shape (d, classes) of one device's shard of weight.
       logits: dtype of the logits.
       factors: dtype of the matmuls' operands.
-      shards: number of shards of the classes. The maximal number of rows is proportional to it. A
+      shards: number of shards of the classes. The number of rows in rule 3 is multiplied by it. A
         device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
         same. Fewer and larger chunks are faster, because devices exchange row statistics once for
         each chunk.
-      accumulator: bytes of the array in which several chunks accumulate weight's gradient; 0 if
-        several chunks take no more memory for this gradient than one.
+      accumulator: bytes of the array in which several chunks accumulate weight's gradient; 0 if a
+        single chunk needs this memory for the gradient, too.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))

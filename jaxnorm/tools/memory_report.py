@@ -63,7 +63,7 @@ class MemoryReport:
     """The arrays that a derivative saves. `str` returns a table and a summary of the advice.
 
     Attributes:
-      total: number of bytes of all rows.
+      total: number of bytes of all saved arrays.
       rows: groups of equal arrays, the largest first. A group has these attributes:
 
         - ``bytes``: total size of the arrays, in all layers;

@@ -85,8 +85,8 @@ class NormOptions:
     Attributes:
       scale_dtype, bias_dtype: dtype of the parameter and of its gradient; None if the parameter is
         absent.
-      residual_dtype: dtype of the residual, and of the sum of the residual and x or norm(x). This
-        sum is called h if it is normalised. In y = residual + norm(x), it is y.
+      residual_dtype: dtype of the residual, and of the sum with the residual. This sum is either
+        h = residual + x, which is then normalised, or y = residual + norm(x).
       next_scale_dtype: dtype of the second norm's scale.
       branch_scale_dtype: dtype of branch_scale, which multiplies x in h = residual + branch_scale *
         x.

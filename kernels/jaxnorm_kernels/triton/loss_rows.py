@@ -4,8 +4,9 @@ The forward pass reads a row once, block after block. The threads exchange nothi
 Each thread holds the maximum of what it has read so far, and its sums are relative to this maximum
 (Milakov, Gimelshein 2018). The sums of the threads are merged at the end.
 
-In the backward pass, no element of the gradient depends on other elements of the row. A program
-loads its whole block of x before it stores the gradient. So the gradient may overwrite x.
+The backward pass gets the sums of the row from the forward pass. Given these sums, an element of
+the gradient depends only on the same element of x. A program loads its whole block of x before it
+stores the gradient. So the gradient may overwrite x.
 
 If the length of rows is not a multiple of 16 bytes, most rows begin at an unaligned address. The
 first block of a row then begins at the last multiple of 16 bytes before the row's first column. All

@@ -7,15 +7,16 @@ A row has two *edges*, which contain the few columns before and after the body. 
 starts where the row starts, and the second edge ends where the row ends.
 
 A *unit* is a range of columns that the threads of a warpgroup load at once. In a unit of the body,
-each thread has a vector of 16 bytes. Each edge is a unit in which a thread has only one element::
+each thread has a vector of 16 bytes. Each edge is a unit in which a thread has only one element.
+Mosaic has no masked loads, so units overlap: the last unit of the body ends with the body, and the
+edges reach into the body. For example, a row of 19 elements, with four elements in 16 bytes::
 
     multiples of 16 bytes   |       |       |       |       |       |       |
-    row                          0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
+    row                           0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     body                            0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
-    edges                        0 0 0 0 0                     0 0 0 0 0
+    edges                         0 0 0 0                       0 0 0 0
 
-Mosaic has no masked loads, so units overlap: the last unit of the body ends with the body, and the
-edges overlap the body. If two units contain the same column, the column is *stale* in one of the
+If two units contain the same column, the column is *stale* in one of the
 two units. Reductions and stores skip stale columns. So each column is stored only once, and a
 kernel may overwrite its operand.
 """
