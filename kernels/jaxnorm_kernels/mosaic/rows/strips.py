@@ -320,7 +320,11 @@ class Strip:
             strip_groups.store_own(target, value, self._span, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
-        """Store one statistic per group of inner elements, in a ref of `Strips.stats_shape`."""
+        """Store a statistic of the strip's inner elements.
+
+        In `ref`, it has one value for each group of inner elements that are normalised together
+        (see `Strips.stats_shape`).
+        """
         strips = self.strips
         if strips.group == 1:
             self.store_inner(ref, stat)
