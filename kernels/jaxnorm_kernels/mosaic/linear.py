@@ -112,7 +112,7 @@ class ProductSchedule:
 # as long as with 8.
 _WIDE = ProductSchedule(features=256, stages=4, group=8)
 # Narrow tiles are half as large as wide tiles. They are used if y has fewer wide tiles than the GPU
-# has SMs, because some SMs would then have no tile to compute.
+# has SMs. With wide tiles, some SMs would have no tile to compute.
 _NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 

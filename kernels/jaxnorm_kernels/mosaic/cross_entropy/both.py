@@ -1,10 +1,13 @@
-"""Forward and backward pass in one kernel: the loop over a row, and the kernel of cross-entropy.
+"""Forward and backward pass of a loss in one kernel.
+
+`cross_entropy_both` runs the kernel of cross-entropy. Its formulas are in the modules `forward` and
+`backward`. The module `kl_divergence` has the kernel of the KL divergence. Both kernels use
+`store_both`, which processes one row.
 
 A block processes one row. It reduces the row as the forward pass does, then reads the row a second
 time and stores its gradient as the backward pass does. The gradient may overwrite the row. If the
 rows of all blocks that run at the same time fit into the L2 cache, the second read takes no memory
-bandwidth. The formulas of cross-entropy are in the modules `forward` and `backward`. The module
-`kl_divergence` has the kernel of the KL divergence, in which a cluster of blocks may share a row.
+bandwidth. In the kernel of the KL divergence, a cluster of blocks may share a row.
 """
 
 import functools
@@ -132,8 +135,8 @@ def store_both(
       steps: the row's units, with the columns of padding.
       results: refs of dx and of the losses.
       positions: a list that contains the mask of positions. It is empty if there is no mask.
-      reduce: a function that reads the row and returns the loss, and the row's numbers that
-        `of_unit` takes.
+      reduce: a function that reads the row. It returns the loss, and a list of scalars that
+        `of_unit` needs: statistics of the row, and the cotangent of the loss.
       skip: a function that is called instead of `reduce` if the row's position is masked.
       logits: refs of x and, for a divergence, of the teacher's logits.
       label: the row's label, or None if there are no labels.

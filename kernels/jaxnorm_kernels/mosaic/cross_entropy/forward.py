@@ -1,6 +1,7 @@
-"""Forward passes of two operations: cross-entropy, and log-probability of the label with entropy.
+"""Forward passes of two operations: `cross_entropy` and `log_prob_and_entropy`.
 
-The second operation returns two results: the log-probability of the label, and the entropy.
+The first operation returns the loss. The second operation returns two results: the log-probability
+of the label, and the entropy of the row's distribution.
 
 For a row x of V logits with the label l, a = label_smoothing and b = z_loss::
 
@@ -63,9 +64,11 @@ from jaxnorm_kernels.mosaic.device.threads import (
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-#: A tuple (m, s) or (m, s, t) of the columns that have been read so far. The module's docstring
-#: defines m, s, r and T. t exists in two cases. With label smoothing, t is the sum of x - r. If the
-#: entropy is returned, t is T / f, where f is the factor of the logits f * g(x).
+#: A maximum and sums over the columns that have been read so far: a tuple with two or three
+#: elements. The first is the maximum m, and the second is the sum s. Both are defined in the
+#: module's docstring, but leave out the label's column. A third element exists in two cases. With
+#: label smoothing, it is the sum of x - r. If the entropy is returned, it is the sum that the
+#: module's docstring calls T, divided by the factor f of the logits f * g(x).
 Sums = tuple[jax.Array, ...]
 
 

@@ -26,9 +26,9 @@ divergence. The gradient of the student's logits is:
     dz = dy (q - p)                                        for KL(p || q)
     dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
 
-Both passes may run in one kernel, as described in the module `both`. Two rows of float32 logits are
-long: with one block per row, the rows that are processed at the same time would not fit into the L2
-cache. So a cluster of blocks shares a row if rows are long.
+Both passes may run in one kernel, as described in the module `both`. All rows that are processed at
+the same time should fit into the L2 cache. With one block per row, long rows would not fit, so a
+cluster of blocks shares each long row. Then fewer rows are processed at the same time.
 """
 
 import functools
@@ -138,11 +138,14 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
 # Limit for the bytes of all rows that the kernel of both passes processes at the same time. They
 # must remain in the L2 cache until they are read a second time. An H100 has 50 MB of L2 cache.
 _CACHE_BYTES = 40 * 2**20
-# Maps the bytes of a row of the student's logits and a row of the teacher's to the number of
-# warpgroups of a block in this kernel. The first line applies whose number of bytes is not larger
-# than these. A thread takes 85 to 96 registers, so an SM has room for only one block of four
-# warpgroups. Times in ms of `linear_kl_divergence` and its gradients for x of shape (rows,
-# features), all arrays in bfloat16 (H100):
+# Pairs (number of bytes, number of warpgroups per block) for the kernel of both passes. Let n be
+# the number of bytes of a row of the student's logits and a row of the teacher's together. The
+# first pair whose number of bytes is at most n determines the number of warpgroups. A thread takes
+# 85 to 96 registers, so an SM has room for only one block of four warpgroups.
+#
+# In the following tables, "two kernels" means that the forward kernel and the backward kernel run
+# one after the other. Times in ms of `linear_kl_divergence` and its gradients, for x of shape
+# (rows, features) and all arrays in bfloat16 (H100):
 #
 #                                                     blocks     one       two
 #      rows    features    classes                    per row    kernel    kernels
@@ -153,7 +156,8 @@ _CACHE_BYTES = 40 * 2**20
 #     16384        2048      50257                          2     25.8       26.6
 #      4096        8192      32000                          1     11.49      11.75
 #
-# Times in us of this kernel alone, for float32 logits, by the number of warpgroups (H100):
+# Times in us of the kernel of both passes alone, for float32 logits and one, two or four
+# warpgroups per block (H100):
 #
 #      rows    classes        1        2        4    two kernels
 #     32768       1000    125.3    165.5    324.3          210.9

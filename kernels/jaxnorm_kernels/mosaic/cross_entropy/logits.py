@@ -63,9 +63,10 @@ def probability(
 ) -> tuple[jax.Array, jax.Array, float]:
     """Return the probability p, its logarithm to a base b, and the natural logarithm of b.
 
-    `depth` is g(x) minus its maximum over the row, and `log_sum` is log(sum(exp(f * `depth`))). The
-    base is 2 if dx has 16 bits, because p then takes only a multiplication, an addition and one
-    exponential instruction to compute. Otherwise, the base is e.
+    `depth` is g(x) minus its maximum over the row, and `log_sum` is log(sum(exp(f * `depth`))), so
+    p = exp(f * `depth` - `log_sum`). If dx has 16 bits, b is 2: p is then computed faster, with a
+    multiplication, an addition and one instruction for 2^x. The rounding errors of this computation
+    are small compared with those of a 16-bit dx. Otherwise, b is e.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum

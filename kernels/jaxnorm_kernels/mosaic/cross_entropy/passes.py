@@ -166,9 +166,9 @@ class Steps(NamedTuple):
 def fresh_of(units: Sequence[Unit], mine: Any) -> list[jax.Array | None]:
     """Return, for each unit, a mask of the elements that are added to the sums.
 
-    A mask of None means that all elements are added. `mine` is None or a scalar bool. If it is
-    False, no element is added, because another warpgroup adds the elements. None means the same as
-    True.
+    A unit's mask is None if all its elements are added. `mine` is a scalar bool. If it is False,
+    the masks are False everywhere, because another warpgroup adds the elements. If `mine` is True
+    or not given (None), it has no effect.
     """
     fresh = [unit.is_fresh() for unit in units]
     if mine is not None:
@@ -195,8 +195,9 @@ class RowGather(NamedTuple):
     def skip(self) -> None:
         """Exchange no sums, because the row is masked.
 
-        In a cluster, each block has announced that it has started. A block that exchanges no sums
-        still waits for this announcement of the other blocks, which completes the cluster barrier.
+        The blocks of a cluster meet at a barrier before they exchange sums. Each block arrived at
+        this barrier when it started. A block that has arrived must also wait until all other blocks
+        have arrived. This holds even if it exchanges no sums.
         """
         self.exchange.ready()
 
@@ -358,12 +359,13 @@ def launch_backward(
       labels: a label for each row, or None.
       numbers: arrays with a number for each row. The second array must be the saved statistic
         log(s) of x. In masked rows, it is -inf, and dx is 0.
-      gradient: a function that returns dx of a unit in float32, for a row that is not masked. It is
-        called with positional arguments, in this order:
+      gradient: a function that computes a part of a row of dx, in float32. The part is a unit, a
+        range of columns (see `Unit`). The function is not called for masked rows. It is called with
+        positional arguments, in this order:
 
-        * the unit's elements of x, in float32;
-        * the unit's elements of the teacher's logits, in float32, only for a divergence;
-        * the unit;
+        * the elements of x in this unit, in float32;
+        * the elements of the teacher's logits in this unit, in float32, only for a divergence;
+        * the `Unit`;
         * the index of each element's column, relative to the unit's first column;
         * the row's `Label`, only if there are labels;
         * a list with the row's value of each array in `numbers`.

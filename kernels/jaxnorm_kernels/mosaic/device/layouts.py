@@ -27,8 +27,8 @@ VECTOR_BYTES = 16
 # The start address and the number of bytes of an asynchronous copy must be multiples of this
 # number.
 COPY_BYTES = 16
-# `fitting_vector` may return a shorter vector than requested, but a shorter vector has at least
-# this many elements.
+# `fitting_vector` may halve the number of elements that a thread loads at once. It does so only if
+# the result is at least this number.
 LEAST_VECTOR = 4
 
 # Pallas has no public types for register layouts and refs.
@@ -175,8 +175,9 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
 def load_scalars(refs: Sequence[Ref], first: Any, count: int) -> list[list[jax.Array]]:
     """Load `count` neighbouring elements, from index `first` on, of float32 refs in global memory.
 
-    Returns a list for each index, with one scalar for each ref. One inline function loads all of
-    them, because Mosaic takes as long to lower the load of a single scalar.
+    The result has one list for each index, and this list has one scalar for each ref. One inline
+    function loads all scalars. This saves compile time, because Mosaic takes about as long to lower
+    a function that loads one scalar as a function that loads all of them.
     """
     if is_interpreted() or not refs:
         return [[ref[first + i] for ref in refs] for i in range(count)]

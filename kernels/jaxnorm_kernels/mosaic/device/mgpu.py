@@ -224,11 +224,16 @@ def load_arrays(
 ) -> list[Any]:
     """For each ref and each start, load one array.
 
-    The arrays have the given shape and tiled layout. An array begins `starts` elements after the
-    element of the ref with index `at`. Entries that are missing in `at` are 0. If `at` has an entry
-    for each axis of the ref, the elements of an array are adjacent in memory. Otherwise, the array
-    is a slice of the ref's last axes. The result is a list, in which the arrays of one ref are
-    adjacent.
+    The arrays have the given shape and tiled layout. With a start s, the first element of an array
+    is the element of the ref that lies s elements after ``ref[at]`` in memory. Two cases differ in
+    the positions of the other elements:
+
+    * `at` has an index for each axis of the ref: the elements of an array are adjacent in memory.
+    * `at` has fewer indices: the missing indices, those of the last axes, are 0. An array with n
+      axes is a slice of the ref's last n axes.
+
+    The result is a list. It has the arrays of the first ref in the order of `starts`, then those of
+    the next ref.
     """
     arrays, positions = [], dict[tuple[int, ...], tuple[Word, list[int]]]()
     register_shape, count = (layout.vector_length,), prod(layout.registers_shape(shape))
@@ -252,9 +257,13 @@ def _positions(
     at: Sequence[Word | int],
     starts: Sequence[int],
 ) -> tuple[Word, list[int]]:
-    """Return the position of a thread's first element, and its registers' distances from there.
+    """Return where the elements that a thread loads from a ref are in memory.
 
-    The arguments are those of `load_arrays`. `strides` are the strides of the ref.
+    The result is a pair. The first entry is a position in the ref, in elements. It differs between
+    threads. The second entry is a list with one number for each register of a thread. It is the
+    distance, in elements, from this position to the register's first element. The distances are the
+    same for all threads. The arguments are those of `load_arrays`. `strides` are the strides of the
+    ref.
     """
     is_range = len(at) == len(strides)
     of_array = [prod(shape[axis + 1 :]) for axis in range(len(shape))] if is_range else strides
@@ -291,7 +300,11 @@ def _strides(ref: Any) -> tuple[int, ...]:
 
 
 def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
-    """Return the addresses that are `distances` elements away from this thread's first element."""
+    """Return an address for each of `distances`, which are in elements.
+
+    Distances count from the position `of_thread` of this thread. `base` is the address of the ref's
+    first element.
+    """
     kind = ir.MemRefType(ref.type).element_type
     first = utils.getelementptr(base, [of_thread.value], kind)
     return [utils.getelementptr(first, [k], kind) if k else first for k in distances]

@@ -118,8 +118,8 @@ class Formula(Protocol):
         """Return two lists: the results per element, and the values for the column sums.
 
         The first list has arrays such as dx. The second list has one array for each column sum. It
-        contains the values that this row adds to the column sum. `totals` has the row sums: the
-        kernel summed each array that the method `terms` returned along the row.
+        contains the values that this row adds to the column sum. `totals` has the row sums. There
+        is one sum for each array of the list that `terms` returns: the sum of its elements.
         """
         ...
 

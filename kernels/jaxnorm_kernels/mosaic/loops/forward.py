@@ -51,8 +51,8 @@ def run(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Run a forward kernel.
 
-    Returns two lists: the ``(rows, cols)`` results, and the ``(rows,)`` statistics, followed by the
-    outputs in `others`.
+    Returns two lists. The first list has the results, with shape ``(rows, cols)``. The second list
+    has the statistics, with shape ``(rows,)``, and after them the outputs in `others`.
 
     Args:
       body: the kernel's body.
@@ -70,7 +70,7 @@ def run(
       blocks: number of blocks. By default, the tile determines it.
     """
     # JAX caches the traced body, so the body must not refer to the traced operands. It may use only
-    # how many operands of each kind there are.
+    # the number of operands of each kind.
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:

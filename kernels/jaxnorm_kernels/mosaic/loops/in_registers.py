@@ -37,10 +37,13 @@ from jaxnorm_kernels.specs import Shared
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """How blocks compute the gradient of a bias. Each row of the gradient is a sum over rows of x.
+    """How blocks compute the gradient of a softmax's bias.
+
+    The bias is broadcast over the rows of x, so several rows of x use the same row of the bias. A
+    row of the bias's gradient is the sum of dz over these rows of x.
 
     Attributes:
-      tile: how a block distributes its rows over threads.
+      tile: how a block distributes the rows of a tile over its threads.
       shared: how the bias is broadcast over the rows of x. The bias has a value for each column.
       dtype: dtype of the bias's gradient.
       splits: number of blocks that share the work for one row of the gradient.
@@ -184,8 +187,8 @@ def in_registers_backward(
         def step(row: Any, k: Any = 0) -> Fragments:
             """Process a tile of rows: store its results, and return the terms of the column sum.
 
-            `row` is the index of the tile's rows in the array, and `k` the number of tiles that the
-            block has processed before.
+            `row` is the index of the tile's row in the array, or a slice if the tile has several
+            rows. `k` is the number of tiles that the block has processed before this tile.
             """
             elements = read(placed, row, refs.operands)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]

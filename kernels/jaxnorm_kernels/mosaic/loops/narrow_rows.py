@@ -59,8 +59,8 @@ _ADDED_AT_A_TIME = 8
 #: Values of a tile's rows. The list has one array for each fragment (range of columns) of a
 #: `RowTile`, or for each part of a rotated head (`HeadTile`).
 Parts = Sequence[jax.Array]
-#: The index of a row in the buffers of a ring of stages: the index of the stage, and of the row in
-#: it.
+#: The position of a row in shared memory, which contains several pipeline stages: a pair (index of
+#: the stage, index of the row within the stage).
 RowIndex = tuple[Any, int]
 
 
@@ -71,9 +71,9 @@ class TileWork(NamedTuple):
 
     Attributes:
       finish: ``finish(held, at, statistics, early)`` computes one tile. `held` are the operands'
-        buffers in shared memory, ``(stages, rows, cols)``. `at` is the index of the tile's first
-        row in them: a stage and a row. The arguments `statistics` and `early` are the values that
-        the functions ``statistics(first)`` and ``early(first)`` have returned for this tile.
+        buffers in shared memory, ``(stages, rows, cols)``. `at` is the position of the tile's first
+        row in them (a `RowIndex`). The arguments `statistics` and `early` are the values that the
+        functions ``statistics(first)`` and ``early(first)`` have returned for this tile.
         `finish` returns the values of each result, and the terms of the column sums.
       statistics: ``statistics(first)`` loads the statistics of a tile from global memory. It is
         called one pipeline step before the statistics are used. `first` is the index of the tile's

@@ -162,13 +162,16 @@ def norm_bwd(
 
     See `Implementation.backward` for arguments and results.
 
-    If the residual is float32, the kernel stores the gradient twice: in float32 for the residual,
-    and in x's dtype as dx. If the residual has 16 bits, the kernel stores only the residual's
-    gradient, and dx is converted from it. XLA fuses this conversion with the operations that
-    follow.
+    With h = x + residual, x and the operand `residual` have the same gradient. They may differ in
+    dtype. If `residual` is float32, the kernel stores the gradient twice: in float32 for
+    `residual`, and in x's dtype as dx. If `residual` has 16 bits, the kernel stores only the
+    gradient of `residual`, and dx is converted from it. XLA fuses this conversion with the
+    operations that follow.
 
     Args:
-      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
+      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
+        arrays are 16-bit or 32-bit floats.
+      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """
@@ -330,7 +333,9 @@ def norm_gated_bwd(
     """Compute the backward pass of RMSNorm with a gate; see `Implementation.backward`.
 
     Args:
-      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
+      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
+        arrays are 16-bit or 32-bit floats.
+      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """
@@ -359,7 +364,9 @@ def norm_gated_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSumFormula:
-    """The backward pass of a norm of a scaled sum. The equations are above the class.
+    """The backward pass of a norm of h = residual + branch_scale * x.
+
+    The equations are above the class.
 
     The row operands are the saved array, dy, x and, if present, dh. `norm` is the formula for the
     norm of h.
@@ -399,10 +406,14 @@ def scaled_sum_bwd(
     *,
     schedule: schedules.NormSchedule | None = None,
 ) -> Operands:
-    """Compute the backward pass of a norm after a scaled sum; see `Implementation.backward`.
+    """Compute the backward pass of a norm of h = residual + branch_scale * x.
+
+    See `Implementation.backward` for arguments and results.
 
     Args:
-      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
+      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
+        arrays are 16-bit or 32-bit floats.
+      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """
@@ -541,7 +552,9 @@ def two_norms_bwd(
     """Compute the backward pass of `norm_add_norm`, in two kernels if rows are too long for one.
 
     Args:
-      residuals, cotangents: arrays of 16-bit or 32-bit floats. Statistics are float32.
+      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
+        arrays are 16-bit or 32-bit floats.
+      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
       spec: the call's spec.
       schedule: replaces the default schedule.
     """

@@ -51,7 +51,9 @@ from jaxnorm_kernels.specs import Op, Spec
 
 
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None) -> Results:
-    """Run the forward pass of a norm; see `Implementation.forward`. Statistics are float32.
+    """Run the forward pass of a norm; see `Implementation.forward`.
+
+    The statistics that it returns are float32.
 
     Args:
       operands: arrays of 16-bit or 32-bit floats.
@@ -131,8 +133,9 @@ class _Params:
     def columns(self, loaded: Columns, k: int) -> Columns:
         """Return the parameters ``refs[k]`` in float32, as they are used in the computation.
 
-        For a norm, these are G = scale + scale_offset and the bias. If ``norms[k]`` is None, the
-        only parameter is branch_scale. `loaded` is the result of ``load(k, ...)``.
+        `k` is an index of `norms` and `refs`. If ``norms[k]`` is the spec of a norm, the parameters
+        are G = scale + scale_offset and the bias, as far as the norm has them. If ``norms[k]`` is
+        None, the only parameter is branch_scale. `loaded` is the result of ``load(k, ...)``.
         """
         norm = self.norms[k]
         if norm is None:

@@ -35,7 +35,7 @@ from jaxnorm_kernels.specs import Spec
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
     """Run the forward pass of RMSNorm with a rotation; see `Implementation.forward`.
 
-    Statistics are float32.
+    The statistics that it returns are float32.
     """
     schedule = required(schedule or heads.forward(spec), spec)
     tile, shared = schedule.tile(spec), spec.norm.table_rows

@@ -2,7 +2,8 @@
 
 An index along the last axis is called an inner element; in GroupNorm, it is a channel. Scale and
 bias have one value per inner element. GroupNorm normalises groups of neighbouring inner elements
-together: each inner element has statistics over its columns, which are merged over the group.
+together. The kernel first computes the statistics of each inner element, over all columns. It then
+merges the statistics of the inner elements of a group.
 
 The equations are the same as in `norm.forward` and `norm.backward`, with two differences:
 

@@ -314,9 +314,10 @@ class ClusterExchange:
         self._barriers.receive(scratch[1], stage, parity)
 
     def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
-        """Return the sum of each value over the warps of all blocks. This requires `added`.
+        """Return the sum of each value over the warps of all blocks.
 
-        All blocks add in the same order, so they get identical bits.
+        Call this method only if the field `added` is True. All blocks add in the same order, so
+        they get identical bits.
         """
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())
@@ -466,11 +467,11 @@ class Gather(Exchange):
     ) -> list[jax.Array]:
         """Exchange values between all warps, and return one array for each argument of `values`.
 
-        Each argument is a ``(4,)`` array with an element for each warp of this warpgroup. The
-        returned array has the elements of all warps of the block or, in a cluster, of all warps of
-        all blocks. Every warp gets all of these elements, in the same order, spread over its lanes.
-        So each warp can reduce the array by itself, without another exchange. `count` is the number
-        of earlier calls in this block.
+        Each argument is a ``(4,)`` array with an element for each warp of this warpgroup. The array
+        that is returned for this argument has the elements of all warps of the block or, in a
+        cluster, of all warps of all blocks. Every warp gets all of these elements, in the same
+        order, spread over its lanes. So each warp can reduce the array by itself, without another
+        exchange. `count` is the number of earlier calls in this block.
         """
         shared, stage = scratch[0], self._stage(count)
         first = stage * len(values)

@@ -80,7 +80,11 @@ class HeadTile:
 
     @property
     def widths(self) -> list[int]:
-        """Number of columns in each part: first columns of pairs, second columns, and others."""
+        """Number of columns in each part of a head.
+
+        The parts are the first columns of all pairs, the second columns of all pairs, and the
+        columns that are not rotated. If all columns are rotated, the list has only two numbers.
+        """
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
@@ -126,8 +130,8 @@ class HeadTile:
         """Load the tile's rows from shared memory, in float32.
 
         Returns a list with one array for each part of the columns (see the class's docstring).
-        `at` is the index of the tile's first row in the ref, which has the shape ``(stages, rows,
-        cols)``: a stage and a row.
+        The ref has the shape ``(stages, rows, cols)``. `at` is the position of the tile's first row
+        in it, a pair (index of the stage, index of the row within the stage).
         """
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)

@@ -120,7 +120,8 @@ class Pipelined(Tile):
             whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
             # The copies below are executed if ``k < count``. If the compiler knew that this
             # condition is true, it would remove the branch, and could then move the wait for
-            # `params` above the copies. So hide the number of tiles from the compiler.
+            # `params` above the copies. So the value of `count`, the number of tiles, is hidden
+            # from the compiler.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:

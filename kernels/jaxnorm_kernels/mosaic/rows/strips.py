@@ -288,9 +288,11 @@ class Strip:
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
     def stat(self, ref: Ref) -> Stat:
-        """Load a statistic from a ref of `Strips.stats_shape`, for each inner element of the strip.
+        """Load a statistic of the strip's inner elements.
 
-        All elements of a group have the same value.
+        In `ref`, a statistic has one value for each group of inner elements that are normalised
+        together (see `Strips.stats_shape`). The result has one value for each inner element of the
+        strip, so the value of a group is repeated for each of its elements.
         """
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
@@ -318,7 +320,11 @@ class Strip:
             strip_groups.store_own(target, value, self._span, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
-        """Store one statistic per group of inner elements, in a ref of `Strips.stats_shape`."""
+        """Store a statistic of the strip's inner elements.
+
+        In `ref`, it has one value for each group of inner elements that are normalised together
+        (see `Strips.stats_shape`).
+        """
         strips = self.strips
         if strips.group == 1:
             self.store_inner(ref, stat)
@@ -545,7 +551,8 @@ class Parts:
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 
 
-#: A function that computes the statistics of all columns from the statistics of their parts.
+#: A function that merges statistics. Each part of the columns has its own statistics. The function
+#: takes the statistics of all parts, and returns the statistics over all columns.
 Merge = Callable[[Parts], list[Any]]
 
 

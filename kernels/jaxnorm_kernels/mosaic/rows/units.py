@@ -52,9 +52,9 @@ class Unit:
     Attributes:
       start: index of the first column.
       vector: number of neighbouring columns per thread.
-      fresh: the range of columns that this unit adds to sums and stores. The other columns of the
-        unit are *stale*: another unit contains them, too, or they are padding. If `fresh` is None,
-        no column is stale.
+      fresh: a pair (first, end) of column indices, or None if no column is stale. This unit stores
+        the columns from `first` to `end` - 1, and adds them to sums. The other columns of the unit
+        are *stale*: another unit contains them, too, or they are padding.
     """
 
     start: Any
@@ -126,9 +126,11 @@ class Units:
 
     @classmethod
     def of(cls, cols: int, widest: int, end: int | None = None) -> "Units":
-        """Return `Units` with the widest vector that is at most `widest`.
+        """Return `Units` for rows of `cols` columns.
 
-        A unit must fit in the body, so vectors are narrower for short rows.
+        A vector has `widest` elements, which must be a power of 2. A unit must fit in the body. If
+        it does not, because rows are short, the number of elements of a vector is halved until the
+        unit fits.
         """
         vector, end = widest, cols if end is None else end
         while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:

@@ -433,11 +433,11 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # Rules for calls with large parameters (`params=1`). A column of a row has one element in each
-    # parameter, and one element in each array of rows (x, y and others). In these calls, the
-    # elements of all parameters together have at least as many bytes as the elements of all arrays
-    # of rows together. Loading the parameters from the L1 or L2 cache for each row would take too
-    # much of the caches' bandwidth. So the parameters stay in registers for all rows of a block.
+    # Rules for calls with large parameters (`params=1`). To process one row, a kernel needs the
+    # row's parameters, and one row of each of the other arrays (x, y and others). In these calls,
+    # the parameters have at least as many bytes as the rows of the other arrays together. Loading
+    # the parameters from the L1 or L2 cache for each row would take too much of the caches'
+    # bandwidth. So the parameters stay in registers for all rows of a block.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.

@@ -90,8 +90,8 @@ _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# Number of additional registers that a thread needs if there is a third input, such as a gate: for
-# a vector of this input, and for a vector of its gradient.
+# Number of additional registers that a thread needs if there is a third input, such as a gate. They
+# contain a vector of this input and a vector of its gradient.
 _KEPT_REGISTERS = 32
 
 # A row with at least this many columns is processed by an entire warpgroup, and a shorter row by

@@ -44,9 +44,9 @@ _CAUSAL_TILE = 2048
 _CAUSAL_PARTS = 16
 # Two limits for the columns of a row that a thread has in registers. They apply to each input
 # separately. `_HELD_BYTES` is the maximum number of bytes of these columns. `_HELD_VECTORS` is the
-# maximum number of vectors of these columns. It limits the number of loads that a thread has in
-# flight: it loads each vector with one load, and starts all loads before it waits for the first.
-# `_HELD_VECTORS` is the stricter limit if vectors have fewer than 4 bytes.
+# maximum number of vectors of these columns. A thread loads each vector with one load, and starts
+# all loads before it waits for the first one. So `_HELD_VECTORS` also limits the number of loads
+# that a thread has in flight. It is the stricter limit if vectors have fewer than 4 bytes.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # Rows that are too long for one block are distributed over a cluster of blocks.
 # `_SPREAD_COLUMNS` is the maximum number of columns per thread in a cluster, and

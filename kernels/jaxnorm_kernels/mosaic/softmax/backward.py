@@ -21,9 +21,9 @@ infinite. The backward pass of softmax reads no mask, and treats elements with y
 including those whose y was rounded to 0. There is one exception: with a finite
 `SoftmaxOptions.masked_logit`, masked elements have a nonzero y but dz = 0, so the mask is read.
 
-If a cotangent of the row is NaN or infinite, the sum over the row is NaN or infinite, too, and 0
-times this sum is NaN. Calls with a mask, and causal calls, therefore do not rely on the product in
-masked elements, but select 0 where y or exp(y) is 0.
+If the cotangent d of an unmasked element is NaN or infinite, so is the sum over the row. In masked
+elements, the equations above would then multiply 0 by this sum. The product would be NaN instead
+of 0. Calls with a mask, and causal calls, therefore select 0 where y or exp(y) is 0.
 """
 
 import dataclasses
