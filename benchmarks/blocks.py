@@ -190,7 +190,10 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction ("fwd" or "fwd+bwd"), for x with this `shape` and `dtype`."""
+    """A workload that runs one entry of the table `BLOCKS`, for x with this `shape` and `dtype`.
+
+    The direction is "fwd" (the forward pass alone) or "fwd+bwd" (the results and all gradients).
+    """
 
     @property
     def block(self) -> Block:
@@ -247,7 +250,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices in `block.operands` of the operands whose gradients are separate arrays."""
+        """The operands whose gradients are separate arrays, as indices into `block.operands`."""
         names = self.block.operands if self.mixed else self.block.gradients
         return tuple(self.block.operands.index(name) for name in names)
 

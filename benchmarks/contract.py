@@ -193,7 +193,11 @@ class LinearKernelWorkload(LinearWorkload):
         )
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
-        """Return random operands. A GPU's clock frequency depends on the values it multiplies."""
+        """Return random operands.
+
+        They are not zeros, because a GPU's clock frequency depends on the values that it
+        multiplies. A matmul of zeros could run faster than the same matmul in a model.
+        """
         keys = jax.random.split(jax.random.key(seed), 3)
         (x, dtype), (weight, _, deviation) = self.row_operands
         scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]
