@@ -63,8 +63,8 @@ class Block:
       parameters: names of the norms' scales and biases.
       operands: names of the operands that have x's shape, or broadcast to it. The operand `where`
         is boolean.
-      broadcast: a dict whose keys are the names of operands that have size 1 along one axis. The
-        value is the index of this axis.
+      broadcast: the operands that have size 1 along one axis. The dict maps the name of such an
+        operand to the index of this axis.
       shapes: the shapes of x with which the block is measured.
       axis: the index of the normalised axis.
       grouped: True if each sample has separate parameters. A parameter then has the size of x along
@@ -190,9 +190,9 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """A workload that runs one entry of the table `BLOCKS`, for x with this `shape` and `dtype`.
+    """A workload that runs one entry of the table `BLOCKS` (see `ShapedWorkload`).
 
-    The direction is "fwd" (the forward pass alone) or "fwd+bwd" (the results and all gradients).
+    `shape` and `dtype` are those of x.
     """
 
     @property

@@ -49,7 +49,7 @@ ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "f
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One operation in one direction on one shape.
+    """A workload: one operation, which of its passes run, and the shape and dtypes of its arrays.
 
     Attributes:
       op: the name of the operation, a norm or a softmax.
@@ -121,11 +121,12 @@ def grid(
 
 @dataclasses.dataclass(frozen=True)
 class ShapedWorkload(abc.ABC):
-    """One operation in one direction. The shapes of all its arrays follow from `shape`.
+    """A workload that runs one operation. The shapes of all its arrays follow from `shape`.
 
     Attributes:
       op: the operation's name in the table of blocks, losses or matmuls.
-      direction: ``"fwd+bwd"`` is a call that returns the results and all gradients.
+      direction: ``"fwd"`` is the forward pass; ``"fwd+bwd"`` is a call that returns the results and
+        all gradients.
       shape: the sizes as text, such as "8192x4096".
       dtype: the dtype of its arrays, or "mixed".
     """
