@@ -63,8 +63,8 @@ class Block:
       parameters: names of the norms' scales and biases.
       operands: names of the operands that have x's shape, or broadcast to it. The operand `where`
         is boolean.
-      broadcast: the operands that have size 1 along one axis. The dict maps the name of such an
-        operand to the index of this axis.
+      broadcast: a dict of the operands that have size 1 along one axis. It maps the name of such
+        an operand to the index of this axis.
       shapes: the shapes of x with which the block is measured.
       axis: the index of the normalised axis.
       grouped: True if each sample has separate parameters. A parameter then has the size of x along
