@@ -63,8 +63,8 @@ class Block:
       parameters: names of the norms' scales and biases.
       operands: names of the operands that have x's shape, or broadcast to it. The operand `where`
         is boolean.
-      broadcast: a dict whose keys are the names of operands that have size 1 along one axis. The
-        value is the index of this axis.
+      broadcast: a dict of the operands that have size 1 along one axis. It maps the name of such
+        an operand to the index of this axis.
       shapes: the shapes of x with which the block is measured.
       axis: the index of the normalised axis.
       grouped: True if each sample has separate parameters. A parameter then has the size of x along
@@ -190,7 +190,10 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
 class BlockWorkload(ShapedWorkload):
-    """One block in one direction ("fwd" or "fwd+bwd"), for x with this `shape` and `dtype`."""
+    """A workload that runs one entry of the table `BLOCKS` (see `ShapedWorkload`).
+
+    `shape` and `dtype` are those of x.
+    """
 
     @property
     def block(self) -> Block:
@@ -247,7 +250,7 @@ class BlockWorkload(ShapedWorkload):
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """The indices in `block.operands` of the operands whose gradients are separate arrays."""
+        """The operands whose gradients are separate arrays, as indices into `block.operands`."""
         names = self.block.operands if self.mixed else self.block.gradients
         return tuple(self.block.operands.index(name) for name in names)
 

@@ -43,7 +43,7 @@ class Timing:
         return size / self.us / 1e3
 
     def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
-        """Return the time and the speed, as a dict whose keys are names of result columns.
+        """Return the time and the speed as a dict. Its keys are names of result columns.
 
         `roof` is the timing of a copy that loads and stores as many bytes as the workload. The
         result has two measures of speed: GB/s, and the copy's time divided by the workload's time.

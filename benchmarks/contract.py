@@ -18,9 +18,9 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
-#: Maps (operation, direction) to the number of arrays of x's shape that the pass loads or stores.
-#: The value is a pair of numbers: how many of these arrays have the dtype of x, and how many have
-#: the dtype of y. Backward passes are assumed to read the saved output.
+#: Maps each pass (operation, direction) to a pair of numbers. They count the arrays of x's shape
+#: that the pass loads or stores: first the arrays with the dtype of x, then the arrays with the
+#: dtype of y. Backward passes are assumed to read the saved output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     # x, residual and h have x_dtype; y has y_dtype.
     ("add_norm", "fwd"): (3, 1),
@@ -193,7 +193,11 @@ class LinearKernelWorkload(LinearWorkload):
         )
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
-        """Return random operands. A GPU's clock frequency depends on the values it multiplies."""
+        """Return random operands.
+
+        They are not zeros, because a GPU's clock frequency depends on the values that it
+        multiplies. A matmul of zeros could run faster than the same matmul in a model.
+        """
         keys = jax.random.split(jax.random.key(seed), 3)
         (x, dtype), (weight, _, deviation) = self.row_operands
         scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]

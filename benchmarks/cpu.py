@@ -81,9 +81,9 @@ class ProductWorkload(FewParameters):
 
 @dataclasses.dataclass(frozen=True)
 class CpuCell:
-    """A comparison of jaxnorm with `provider` in one operation and one direction.
+    """A comparison of the times of jaxnorm and `provider` for one workload on a CPU.
 
-    Losses are averaged over the rows.
+    `direction` means the same as in `Workload`. Losses are averaged over the rows.
     """
 
     op: str

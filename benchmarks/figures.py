@@ -71,9 +71,9 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
 
     `Figure.roof` is the time of a copy that loads and stores as many bytes, divided by the time of
     the workload. The time of the copy is the median over all processes that timed it, because
-    the time of a single process can be wrong. For example, 28 times of copies of 100 MB or more
-    were measured on an H200. Each was compared with the median time of copies of the same size. One
-    of the 28 times was at least 7 % above this median.
+    the time of a single process can be wrong. For example, copies of 100 MB or more were timed 28
+    times on an H200. Each of these 28 measurements was compared with the median for copies of the
+    same size. One of them was at least 7 % above this median.
     """
     measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
     size_of = {question: kind(*question).bytes for question, _ in measured}
@@ -235,10 +235,10 @@ def along_n(
 def along_shapes(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return the measurements of a block, as a dict whose keys are the measured shapes.
+    """Return the measurements of a block for each measured shape.
 
-    The value is a dict from each provider to its `Figure`. The shapes in the table `BLOCKS` come
-    first, then all other measured shapes.
+    The result maps each shape to a dict from provider to `Figure`. The shapes in the table `BLOCKS`
+    come first, then all other measured shapes.
     """
     own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
     measured = {
@@ -252,9 +252,9 @@ def along_shapes(
 def along_squares(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[int, dict[str, Figure]]:
-    """Return the measurements of square matmuls, as a dict whose keys are the sizes M = N = K.
+    """Return the measurements of square matmuls, which have M = N = K.
 
-    The value is a dict from each provider to its `Figure`.
+    The result maps each size M to a dict from provider to `Figure`.
     """
     return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
 
@@ -262,9 +262,9 @@ def along_squares(
 def along_projections(
     figures: Figures, op: str, direction: str, dtype: str
 ) -> dict[str, dict[str, Figure]]:
-    """Return the measurements of models' matmuls, as a dict whose keys are the matmuls' names.
+    """Return the measurements of matmuls of models.
 
-    The value is a dict from each provider to its `Figure`.
+    The result maps the name of each matmul to a dict from provider to `Figure`.
     """
     return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
 

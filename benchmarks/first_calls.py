@@ -29,7 +29,7 @@ def prepare(cell: CompileCell) -> Callable[[], Figures]:
 
 @functools.cache
 def _warm_up() -> None:
-    """Do once what is not compile time: import modules, and initialise the compilers.
+    """Compile a few programs, so that modules are imported and compilers are initialised.
 
     JAX and jaxnorm import modules when a program is first compiled. Without this function, the time
     of these imports would be part of the compile time of the first cell.

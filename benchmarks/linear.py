@@ -51,7 +51,10 @@ LINEAR: dict[str, Linear] = {
 
 
 class LinearWorkload(FewParameters):
-    """One matmul in one direction on one shape. x, weight and y have the dtype `dtype`."""
+    """A workload with one matmul, as described by its fields (see `ShapedWorkload`).
+
+    x, weight and y have the dtype `dtype`.
+    """
 
     @property
     def row_operands(self) -> tuple[tuple[Shape, str], tuple[Shape, str, float]]:

@@ -98,7 +98,10 @@ CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
 
 class LossWorkload(FewParameters):
-    """One loss in one direction on one shape. x and weight have the dtype `dtype`."""
+    """A workload with one loss, as described by its fields (see `ShapedWorkload`).
+
+    x and weight have the dtype `dtype`.
+    """
 
     @property
     def loss(self) -> Loss:

@@ -79,11 +79,12 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size, with about `most` cells or fewer.
+    """Split the cells into batches of about equal size.
 
     The workers process the batches in rounds. In each round, every worker processes one batch, so
     all workers finish at about the same time. Cells with the same workload are in the same batch,
-    because they share operands.
+    because they share operands. The number of rounds is chosen so that a batch would have at most
+    `most` cells if all batches had the same size. The largest batches can have a few cells more.
     """
     rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []

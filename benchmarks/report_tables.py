@@ -339,9 +339,9 @@ def _limit_of(row: Row) -> Row:
 def linear(rows: Sequence[Row]) -> str:
     """Return a table of matmuls, with a row for each cell and provider.
 
-    A row has the same columns as in `losses`, with one difference. Two columns replace the fraction
-    of the roofline bound: TFLOP/s, and the time of the matmul without a norm divided by the
-    provider's time.
+    A row has the same columns as in `losses`, with one difference: in place of the fraction of the
+    roofline bound, it has two columns. The first is the speed in TFLOP/s. The second is a ratio of
+    two times: XLA's time for the matmul alone (without a norm), divided by the provider's time.
     """
     found = figures.of_products(rows)
 

@@ -165,9 +165,9 @@ def speed(step: Step) -> Figures:
 def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
     """Return a function that returns the shardings of a state and of a batch (FSDP).
 
-    A batch of sequences is sharded over the devices. An array of the state with 100,000 elements or
-    more is sharded along the last axis whose size is a multiple of `devices`. Other arrays are
-    replicated.
+    A batch of sequences is sharded over the devices. An array of the state is sharded if it has
+    100,000 elements or more, and if `devices` divides the size of at least one axis. If it divides
+    several, the last of these axes is sharded. Other arrays are replicated.
     """
     if devices == 1:
         return lambda state: (None, None)

@@ -155,9 +155,9 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
             *arrays, spec = records
             if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
                 # The xla implementation does not support the kernel's two-dimensional mask and
-                # bias, so it cannot compute results. Return the results of `kernel` instead. They
-                # are made of zeros, because `run` returns zeros. The program is only compiled, so
-                # the values do not matter.
+                # bias, so `formula` cannot compute the results. Call `kernel` instead. Its results
+                # are not correct, because `run` above launches nothing and returns zeros. The
+                # program is only compiled, so the values do not matter.
                 return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays

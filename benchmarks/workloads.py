@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
 Shape = tuple[int, ...]
-# The shape and dtype of an array. Some arrays have a number as the third element. For an array of
-# integers, this is n, and the integers are drawn from range(n). For a weight, it is the standard
-# deviation.
+# A tuple that describes an array: (shape, dtype) or (shape, dtype, number). For an array of
+# integers, the number is n, and the integers are drawn from range(n). For a weight, the number is
+# the standard deviation of its elements.
 Array = tuple[Shape, str] | tuple[Shape, str, float]
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
@@ -49,7 +49,7 @@ ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "f
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One operation in one direction on one shape.
+    """A workload: one operation, which of its passes run, and the shape and dtypes of its arrays.
 
     Attributes:
       op: the name of the operation, a norm or a softmax.
@@ -121,11 +121,12 @@ def grid(
 
 @dataclasses.dataclass(frozen=True)
 class ShapedWorkload(abc.ABC):
-    """One operation in one direction. The shapes of all its arrays follow from `shape`.
+    """A workload that runs one operation. The shapes of all its arrays follow from `shape`.
 
     Attributes:
       op: the operation's name in the table of blocks, losses or matmuls.
-      direction: ``"fwd+bwd"`` is a call that returns the results and all gradients.
+      direction: ``"fwd"`` is the forward pass; ``"fwd+bwd"`` is a call that returns the results and
+        all gradients.
       shape: the sizes as text, such as "8192x4096".
       dtype: the dtype of its arrays, or "mixed".
     """
@@ -158,15 +159,15 @@ class ShapedWorkload(abc.ABC):
 
     @property
     def flops(self) -> int:
-        """The number of floating-point operations of all matmuls.
+        """The number of floating-point operations of all matmuls, if matmuls limit the speed.
 
-        It is 0 if memory traffic, not the matmuls, limits the speed of the workload.
+        If memory traffic limits the speed of the workload, this number is not needed, and is 0.
         """
         return 0
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """The indices in `row_operands` of the float operands that need no gradient in training."""
+        """The float operands that need no gradient in training, as indices into `row_operands`."""
         return ()
 
     @property
@@ -195,7 +196,7 @@ class FewParameters(ShapedWorkload):
     @property
     @abc.abstractmethod
     def gradients(self) -> tuple[int, ...]:
-        """The indices in `row_operands` of the operands that have a gradient."""
+        """The operands that have a gradient, as indices into `row_operands`."""
 
     @property
     def bytes(self) -> int:

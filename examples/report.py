@@ -78,7 +78,9 @@ def agreement_checks(runs: Sequence[Run], early_steps: int, tolerance: float) ->
     """
     curves = np.stack([run.losses for run in runs])
     early = float(np.max(np.ptp(curves[:, :early_steps], axis=0)))
-    # Losses of batches are noisy, and the held-out loss is a single number. So check both.
+    # Check two losses at the end of training: the mean of the last batches' losses, and the
+    # held-out loss. Losses of batches are noisy, and the held-out loss is computed only once, so
+    # neither is reliable alone.
     ends = np.stack([curves[:, -early_steps:].mean(axis=1), [run.final_loss for run in runs]])
     late = float(np.max(np.ptp(ends, axis=1) / ends.min(axis=1)))
     steps = min(early_steps, curves.shape[1])

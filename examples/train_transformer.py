@@ -1,12 +1,13 @@
-"""Trains a small transformer three times, with and without jaxnorm, and compares loss and memory.
+"""Trains a small transformer without and with jaxnorm, and compares loss and memory.
 
 The model is a pre-LN causal transformer over bytes, in Flax linen and optax. The text is CPython's
 documentation, from `pydoc_data.topics`. All runs start from the same parameters and see the same
-batches. The first run uses the norms and softmax of Flax and the loss of optax. The second run uses
-those of jaxnorm. The third run also uses `jaxnorm.activation_linear` for the second layer of the
-MLP. This function saves the input of the activation and not its output. The memory that each change
-frees is printed. The exit code is 1 if the runs disagree. It is also 1 if a run of the default size
-or above has not learned.
+batches. There are three runs. The first run uses the norms and softmax of Flax and the loss of
+optax. The second run uses the norms, softmax and loss of jaxnorm. The third run does the same, and
+also uses `jaxnorm.activation_linear` for the second layer of the MLP. `activation_linear` saves the
+activation's input instead of the activation's output. The memory that each change frees is printed.
+The exit code is 1 if the runs disagree. It is also 1 if a run of the default size or above has not
+learned.
 
 With --mesh, the same runs are sharded over devices. The printed temp memory is then the memory of
 one device.

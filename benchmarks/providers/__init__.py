@@ -117,9 +117,9 @@ PROVIDERS: dict[str, Provider] = {
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
     # jaxnorm has a single function for each of these blocks. The provider `composed` does not call
     # this function. Instead it calls jaxnorm's plain norm or softmax, and computes the rest of the
-    # block in jax.numpy. The blocks add_rms_norm and add_layer_norm are only measured with mixed
-    # dtypes here. With a single dtype, their code would be the same as the code of
-    # residual_rms_norm and residual_layer_norm, which the provider `jaxnorm` measures.
+    # block in jax.numpy. `composed` measures the blocks add_rms_norm and add_layer_norm only with
+    # mixed dtypes. With a single dtype, it would run the same code as the provider `jaxnorm` runs
+    # for the blocks residual_rms_norm and residual_layer_norm.
     "composed": Provider(
         "jaxnorm composed",
         "jax",

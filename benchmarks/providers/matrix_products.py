@@ -4,8 +4,9 @@ The functions take the operands of a loss, and one more operand, which stands fo
 the logits. Its numbers are normally distributed, because a GPU's clock depends on the values that
 it multiplies. The values that the functions return mean nothing.
 
-Logits have the dtype of the loss: that of x for the cross-entropy, else float32. The classes are
-padded to a multiple of 8 outside of the measured time, because 16-bit matmuls are slow otherwise.
+The logits have the same dtype as in the loss: the dtype of x in the cross-entropy, and float32 in
+the other losses. The weights are padded so that the number of classes is a multiple of 8, because
+16-bit matmuls are slow otherwise. The padding happens before the measurement starts.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ def operands(*of_loss: Array) -> tuple[Array, ...]:
     """Return the operands of the functions in this module, given the operands of the loss.
 
     The operands of the loss are x, weight and labels; or x, weight, teacher_x and teacher_weight.
-    The weights are padded, and the additional operand is appended.
+    The weights are padded. An array of random numbers is appended, which stands for the gradient of
+    the logits.
     """
     padded = [_padded(a) if i % 2 else a for i, a in enumerate(of_loss)]
     shape = len(of_loss[0]), padded[1].shape[1]

@@ -1,4 +1,7 @@
-"""tokamax's norms and its loss of a linear layer. The norms are Triton kernels."""
+"""tokamax's norms, and its function that computes a linear layer and the cross-entropy after it.
+
+The norms are Triton kernels.
+"""
 
 from collections.abc import Callable
 
