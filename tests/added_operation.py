@@ -1,6 +1,7 @@
 """A complete example of adding an operation in plain JAX: ``factor * norm(x)``.
 
-Each comment names the file in which CONTRIBUTING.md would put the code below it.
+Here, the whole example is in one file. In the library, its parts would be in several files (see
+CONTRIBUTING.md). The comment above each part names the file.
 """
 
 import dataclasses

@@ -38,8 +38,8 @@ SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384)
 SHAPES += [(3, 131072)]
 # Numbers of rows and columns for calls with two large operands: x and a residual or a gate.
 WITH_TWO = [(130, 64), (97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
-#: The largest odd number of columns with which norms are tested. If a shape has a larger odd number
-#: of columns, this number replaces it.
+#: The largest odd number of columns with which norms are tested. A shape with a larger odd number
+#: of columns is tested with `LONGEST_ODD` columns instead.
 LONGEST_ODD = 8191
 
 # Shapes whose middle axis is normalised. A block of a kernel processes a strip, a range of the last

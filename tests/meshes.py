@@ -133,9 +133,9 @@ def expected_of(name, save, shape):
 
 
 def check_values(compiled, sharded, name, save="output"):
-    """Assert that `compiled` has the same results as `step` on one device, up to rounding errors.
+    """Assert that a program on several devices has the same results as `step` on one device.
 
-    `compiled` is the compiled `step`, and `sharded` has its operands, sharded over several devices.
-    The results may differ by the bounds that `expected_of` returns.
+    The program, `compiled`, is `step` compiled for a mesh. It runs on the operands `sharded`, which
+    are split over the mesh. The results may differ by the bounds that `expected_of` returns.
     """
     assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

@@ -73,8 +73,9 @@ class NormLinear:
     gain: np.ndarray
     bias: np.ndarray
     d: np.ndarray
-    # XLA may normalise the sum h before h is rounded to x. For each element, this is a bound on the
-    # difference between the normalised array and x.
+    # A bound for each element of x. With a residual, x is the rounded sum h, but XLA may normalise
+    # the sum before it is rounded. The bound is on the difference between these two arrays. Without
+    # a residual, it is 0.
     excess: np.ndarray
     x_dtype: str
     weight_dtype: str

@@ -75,10 +75,11 @@ class Address(NamedTuple):
 
 
 def fused(text: str) -> list[str]:
-    """Return the lines of the slices that XLA fused with a kernel's call in a compiled program.
+    """Find the slicing operations that XLA fused with a kernel's call, and return their lines.
 
-    Each line is an operation: "slice", "dynamic-slice" or "dynamic-update-slice". The kernel gets
-    an address inside a larger array, and the slice is not copied.
+    `text` is a compiled program. Each returned line contains one operation: "slice",
+    "dynamic-slice" or "dynamic-update-slice". Because of the fusion, the slice is not copied: the
+    kernel gets an address inside the larger array.
     """
     return [line for body in _bodies(text) for line in _slices(body)]
 

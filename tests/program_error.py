@@ -79,8 +79,8 @@ def _on_the_host(array: Any) -> Any:
 def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
     """Assert that each array of `actual` is within the error of its `Value` in `analysed`.
 
-    `other` has the Values of the program that computed `actual`, if this is not the analysed
-    program. Their errors are then added to the bounds.
+    `analysed` has the Values of a program. If another program computed `actual`, pass the Values of
+    that program as `other`: its errors are added to the bounds.
     """
     actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
     others = values if other is None else jax.tree.leaves(other)

@@ -305,8 +305,9 @@ class Norm:
             + 2.0**-60 * self.r * np.abs(self.dn)
         )
         # The cotangent of the norm is the cotangent of y, multiplied by the activation's
-        # derivative. So an error of this derivative is an error of the norm's cotangent. The
-        # gradients are linear in this cotangent, so they are evaluated at its error, too.
+        # derivative. So an error of this derivative causes an error of the norm's cotangent. The
+        # gradients are linear in the norm's cotangent. So the formulas of the gradients, with the
+        # cotangent's error in place of the cotangent, give the errors of the gradients.
         _, _, _, slope_error = self._after_norm()
         d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
         d_error = d_error * (self.activation is not None)

@@ -237,8 +237,9 @@ def test_the_docs_have_the_names_of_the_table():
 def test_the_docs_say_what_the_table_s_entries_keep():
     lines = (ROOT / "docs/memory.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:3] == "| `"]
-    # In the docs' table, two columns are for save="output" and save="input". Functions without
-    # `save=` have one column instead. The last column is about plain JAX and is not tested.
+    # The page has two tables. The table of functions with `save=` has a column for save="output"
+    # and a column for save="input". The table of functions without `save=` has one column instead.
+    # In both tables, the last column is about plain JAX and is not tested.
     said = {name: kept for names, *kept, _ in rows for name in re.findall(r"`(\w+)`", names)}
     for name, function in FUNCTIONS.items():
         operation = OPERATIONS[function.op]

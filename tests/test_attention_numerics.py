@@ -241,8 +241,8 @@ def test_tangents_in_16_bits(dtype):
     s = sum(terms)
     centred = np.abs(s - np.sum(p * s, axis=-1, keepdims=True))
     s_error = u16 * (sum(map(np.abs, terms)) + np.abs(s))
-    # The weights are rounded to 16 bits before their tangent is computed, and then the tangent is
-    # rounded.
+    # The weights are rounded to 16 bits. Their tangent is computed from the rounded weights, and is
+    # then rounded as well.
     p_error = p * (s_error + np.sum(p * s_error, axis=-1, keepdims=True))
     p_error += u16 * p * (3 * centred + np.sum(p * centred, axis=-1, keepdims=True))
     bound = 1.1 * np.einsum("bhqk,bkhd->bqhd", p_error, np.abs(v)) + reference.rounding(

@@ -38,9 +38,10 @@ CASES = [
 
 
 def batched(array, dim):
-    """Return `array`, stacked with similar arrays along the new axis `dim`.
+    """Return an array with a new axis `dim`, along which `SIZE` variants of `array` are stacked.
 
-    If `dim` is None, return `array` itself.
+    The variants are multiples of a float array, or rotations of an array of another dtype. If `dim`
+    is None, return `array` itself.
     """
     if dim is None:
         return array

@@ -1,4 +1,4 @@
-"""The benchmarks of matmuls without a GPU: selected cells, results and tables."""
+"""Tests of the matmul benchmarks that need no GPU: selected cells, results and tables."""
 
 import dataclasses
 import functools

@@ -52,8 +52,8 @@ def test_bytes(dtype, size):
     two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
     assert two.bytes == both + 2 * 10 * 4
     assert two.cotangents == two.results == (((10,), "float32"),) * 2
-    # Instead of labels, a divergence loads the teacher's logits in both passes. They have no
-    # gradient.
+    # In both passes, a divergence loads the teacher's logits instead of labels. The teacher's
+    # logits get no gradient.
     divergence = LossWorkload("kl_divergence", "fwd", "10x30", dtype)
     assert divergence.bytes == 2 * 10 * 30 * size + 10 * 4
     of_both = dataclasses.replace(divergence, direction="fwd+bwd")

@@ -216,9 +216,10 @@ os._exit(worker.main())
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Make workers run the script WORKER, and return the list of started processes.
+    """Make the harness start the script WORKER instead of its own worker program.
 
-    Each process object has an attribute `asked`: the command that the harness wanted to run.
+    Return a list, to which each process is added when it is started. The attribute `asked` of a
+    process is the command that the harness would run without this fixture.
     """
     found = []
 

@@ -118,7 +118,10 @@ def test_torch_blocks(op, torch, torch_side, monkeypatch):
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_torch_compiles_nothing_in_its_turn(direction, torch, torch_side, monkeypatch):
-    """torch compiles nothing while it measures, even for more shapes than its cache holds."""
+    """While the benchmark measures torch, torch compiles nothing.
+
+    This also holds if the benchmark has more shapes than torch's cache of compiled programs.
+    """
     eager = functools.partial(torch.compile, backend="aot_eager")  # Inductor needs a C++ compiler
     monkeypatch.setattr(torch, "compile", eager)
     cell = dataclasses.replace(CELL, direction=direction, provider="torch.compile")

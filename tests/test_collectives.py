@@ -261,10 +261,10 @@ def operands(kinds: Sequence[str]) -> list[Any]:
     return [*map(operand, kinds)]
 
 
-#: Cases in which devices exchange more bytes with jaxnorm than in plain JAX. The values are the
-#: reasons. A key consists of a function's name, a layout, and a way to compile the function (or "*"
-#: for all ways). The *output weight*, "head", is the matrix by which x is multiplied to compute
-#: logits.
+#: Cases in which devices exchange more bytes if they run jaxnorm than if they run plain JAX. The
+#: values are the reasons. A key consists of a function's name, a layout, and a way to compile the
+#: function (or "*" for all ways). The *output weight*, "head", is the matrix by which x is
+#: multiplied to compute logits.
 EXCEPTIONS = {
     # x is replicated over the mesh axes that split the output weight. In plain JAX, all devices
     # along these axes compute the loss of the same rows. jaxnorm splits the rows over the devices,

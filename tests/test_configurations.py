@@ -109,8 +109,8 @@ def check_lowering(configuration, shape, dtype, *programs):
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
 
 
-# Pairwise testing: the cases cover every pair of values of two parameters (configuration,
-# operation, shape).
+# Pairwise testing: there are three parameters (configuration, operation and shape). For any two of
+# them, every pair of their values occurs in some case.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
@@ -121,8 +121,8 @@ def test_lowering(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, both, (forward, 1))
 
 
-# Pairwise testing: the cases cover every pair of values of two parameters (configuration,
-# operation, shape).
+# Pairwise testing: there are three parameters (configuration, operation and shape). For any two of
+# them, every pair of their values occurs in some case.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],

@@ -228,10 +228,10 @@ def in_double(function, *arguments):
 
 @pytest.mark.parametrize("given", ["variables", "params", "boxed"])
 def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
-    """`params=` gives `converted` the values of parameters that are traced in the model.
+    """The argument `params=` tells `converted` the values of the parameters.
 
-    The values determine which norms must save their input. In scanned or compiled layers, the
-    parameters are tracers, which have no values.
+    `converted` needs the values to decide which norms must save their input. In scanned or compiled
+    layers, the model's own parameters are tracers, which have no values.
     """
     model, x = LinenModel(), normal((3, 5, 16))
     variables = model.init(jax.random.key(0), x)

@@ -20,7 +20,8 @@ NOISE = 1.02
 def support(request, monkeypatch):
     """Return the name of an implementation and its module `support`.
 
-    Triton's module is imported without Triton's package, so Triton need not be installed.
+    For "triton", `load_alone` imports only the module `support`, which does not import Triton. So
+    Triton need not be installed.
     """
     if request.param == "mosaic":
         return request.param, mosaic

@@ -61,9 +61,9 @@ def test_one_hot_rows(save):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_second_derivative_through_a_rounded_bias(dtype):
-    """The bias is rounded to the output's dtype.
+    """A norm rounds its bias to the output's dtype. The derivatives ignore this rounding.
 
-    Its derivatives are those of an unrounded bias.
+    So the derivatives with respect to the bias are the same as without the rounding.
     """
     x, d = normal(3, 8).astype(jnp.float32), normal(3, 8, seed=1).astype(jnp.float32)
     for bias in (jnp.full(8, 1e-5, jnp.float32), jnp.full(8, 1.001, jnp.float32)):

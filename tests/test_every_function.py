@@ -249,8 +249,8 @@ def test_dtypes_of_another_byte_order(name):
             call(**{argument: np.asarray(value).astype(order)})
 
 
-# Options that are numbers. They raise an error for a value that float64 can represent and float32
-# cannot.
+# Options that are numbers. If such a number is too large or too small for float32, but not for
+# float64, a call with float32 arrays raises an error.
 HUGE = {"scale", "epsilon", "scale_offset", "z_loss", "logits_scale", "logit_softcap"}
 
 

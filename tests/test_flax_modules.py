@@ -196,8 +196,9 @@ def test_a_mask_is_left_to_flax(make, ours, theirs):
 
 @each
 def test_other_dtypes_are_left_to_flax(make, ours, theirs):
-    # For these dtypes, our modules run Flax's code. nnx casts integers to floats and then runs our
-    # code, so integers are tested only for linen.
+    # For complex arrays, our modules run Flax's code. For integers, only our linen modules do. The
+    # nnx modules cast integers to floats and run our code, so they are not tested with integers
+    # here.
     for dtype in ("complex64", *(["int32"] if make is linen else [])):
         x = data().astype(dtype)
         assert_same(make(ours)(x), make(theirs)(x))

@@ -513,7 +513,7 @@ def test_kernels_under_transformations(name, transformation, kernels):
 
 @pytest.mark.parametrize("name", FUNCTIONS | OTHERS)
 def test_outside_jit(name):
-    """The functions in VARIANTS are tested with one of the derivatives, the others with all."""
+    """Each function in VARIANTS is tested with one derivative, all others with every derivative."""
     reference, function = (FUNCTIONS | OTHERS)[name]
     of = "float64", 4, 6
     derivatives = [jvp, gradient, forward_over_reverse]

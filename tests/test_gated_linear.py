@@ -46,8 +46,8 @@ def check_case(shape, features, mix, activation, present):
 
 
 # An entry of `MIXES` has a dtype for each operand. If the operand up is absent, the tested function
-# is activation_linear. Then entries that differ only in up's dtype would be the same test. So only
-# entries whose dtypes of gate and up are equal are used.
+# is activation_linear. For this function, entries that differ only in up's dtype would be the same
+# test. So it is tested only with entries in which up has the same dtype as gate.
 @pytest.mark.parametrize(
     ("mix", "activation", "present", "shape"),
     [

@@ -95,7 +95,7 @@ def test_blocks(function, around):
     kept = made(AROUND[around](block), x, *weights)
     assert kept.count((4, INNER)) == expected
     assert not [shape for shape in kept if shape not in ((4, INNER), (4, WIDTH))]
-    # A policy that saves results of matmuls also saves the result of this matmul.
+    # The policy "dots" saves the results of matmuls. It also finds the matmul inside `function`.
     assert kept.count((4, WIDTH)) <= (around == "dots")
 
 

@@ -111,9 +111,10 @@ def test_refused_and_unpreferred_calls_run_xla(stub):
 
 
 def test_a_forward_whose_second_result_is_refused_runs_xla(stub, monkeypatch):
-    """A kernel that does not support the result h is not run without h.
+    """If a call needs the result h, a kernel that cannot return h does not run for this call.
 
-    Only the operand dh of a backward pass of a norm may be dropped: it is added to the result.
+    XLA's code runs instead. This differs from the operand dh of a norm's backward pass: a kernel
+    that does not support dh still runs, without dh, and dh is added to its result afterwards.
     """
     stub(HERE)
     reason = "it does not return h"
@@ -295,8 +296,9 @@ def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
 def broken(monkeypatch, tmp_path):
     """Return a function ``make(name)`` that registers an implementation whose import fails.
 
-    ``make`` returns a function without arguments. This function returns a list of names: one for
-    each time that jaxnorm has tried to import an implementation from ``make``, in order.
+    ``imports = make(name)`` is a function without arguments. Call ``imports()`` to get a list of
+    all failed imports so far: the names of the implementations that jaxnorm tried to import, in
+    order. A name occurs twice if its import was tried twice.
     """
     monkeypatch.setattr(backends, "_failures", {})
     monkeypatch.setattr(backends, "_told", set())

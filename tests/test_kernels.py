@@ -79,8 +79,8 @@ def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize(("rows", "cols"), NORM_SHAPES)
 def test_norms(rows, cols, x_dtype, y_dtype, subtract_mean, kernels):
-    # Successive cases alternate between the two values of `save`. Over all cases, each width and
-    # each combination of dtypes is tested with both values.
+    # Successive cases alternate between the two values of `save`. So each width is tested with both
+    # values, and so is each combination of dtypes.
     turn = NORM_SHAPES.index((rows, cols)) + MIXES.index((x_dtype, y_dtype)) + subtract_mean
     save = ("output", "input")[turn % 2]
     check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save)

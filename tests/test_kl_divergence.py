@@ -31,11 +31,15 @@ class Divergence:
     The bounds follow the formulas in `xla.kl_divergence`. Each term contains an exponential, whose
     argument has a rounding error. The errors of a row's terms add up as a random walk.
 
-    A capped logit has an error of at most `z_error`, as in `loss_cases.CrossEntropy`. The
-    derivatives of the divergence with respect to the two kinds of logits are p * (log(p) - log(q) -
-    KL) and q - p. The error of the divergence is at most `z_error` times the sum of their
-    magnitudes. The logarithm of a probability has an error of at most twice `z_error`, and the
-    difference of two such logarithms has twice as much.
+    A capped logit has an error of at most `z_error`, as in `loss_cases.CrossEntropy`. Let p be the
+    teacher's probabilities, and q the student's. (For the reverse divergence, swap p and q.) Then
+    the errors of the capped logits cause these errors:
+
+    * The derivative of the divergence is p * (log(p) - log(q) - KL) with respect to the teacher's
+      logits, and q - p with respect to the student's. So the error of the divergence is at most
+      `z_error` times the sum of the magnitudes of both derivatives.
+    * log(p) and log(q) have errors of at most 2 * z_error each. So log(p) - log(q) has an error of
+      at most 4 * z_error, which causes an error of the gradient.
     """
 
     def __init__(

@@ -98,8 +98,8 @@ def test_products_and_loops(name):
 def test_no_logits_of_all_rows(name):
     """No array is larger than a chunk's logits.
 
-    So there are no logits of all rows, and no gradient of the weight per batch entry or per
-    iteration.
+    So no array has the logits of all rows. And no array has a separate gradient of the weight for
+    each entry of a batch, or for each iteration of a loop.
     """
     compiled = program(PROGRAMS[name][0]).compile()
     sizes = {
@@ -128,7 +128,8 @@ def test_memory(loss, chunks, reduction):
     assert f"f32[{WIDTH},{CLASSES}]" in text
 
 
-# float16 gradients are saved in float32, because the backward multiplies them by the loss scale.
+# float16 gradients are saved in float32: small gradients would underflow in float16, because only
+# the backward multiplies them by the loss scale.
 each_kept = pytest.mark.parametrize(
     ("dtype", "kept_in"),
     [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")],

@@ -238,8 +238,8 @@ LOSS = {
     # A device could gather all 96 rows of x or all 64 columns of the weight. A row of x is as long
     # as a column of the weight, so the 64 columns have fewer bytes. The device gathers these.
     "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
-    # Here, a device needs only the 24 rows of x in its part of the batch. They have fewer bytes
-    # than the columns of the weight, so it gathers the rows.
+    # A device could gather the 24 rows of x in its part of the batch, or all 64 columns of the
+    # weight. The 24 rows have fewer bytes. The device gathers these.
     "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
     "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
     "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),

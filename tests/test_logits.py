@@ -119,8 +119,8 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
 @pytest.mark.parametrize("shape", BROADCAST, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bias(name, shape, causal, half, implementation):
-    # Each case takes the next combination of dtypes. Over all cases of a shape, every combination
-    # is tested.
+    # The cases take the combinations of dtypes in turn, so each shape is tested with every
+    # combination.
     turn = 2 * causal + BROADCAST.index(shape) + (name == "softmax") + half
     x_dtype, bias_dtype, y_dtype = MIXES[turn % len(MIXES)]
     x, d = data(SHAPE, x_dtype), data(SHAPE, y_dtype, seed=1, scale=1.0)

@@ -306,7 +306,7 @@ def test_more_than_float32_halves():
 @each
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
 def test_axes(axis, of):
-    """A loss over several axes equals the loss over one axis into which they are flattened.
+    """Passing several class axes gives the same loss as flattening them into one axis.
 
     This also holds with masks.
     """

@@ -36,9 +36,15 @@ PRIME = 8209
 def test_ulps(cols, deviation):
     """Losses have errors of at most 2 ulps.
 
-    The loss is m - x_l + log(s). The difference and the sum are rounded, with errors of half an ulp
-    each. The logarithm has an error of 1 ulp. The relative error of s, about 2^-24, becomes an
-    absolute error of the logarithm. For a loss above 4, this is 1/8 ulp.
+    The loss is (m - x_l) + log(s), a sum of two terms that are at least 0. In units of an ulp of
+    the loss, its errors are at most:
+
+    * 1/2, because the sum is rounded;
+    * 1.25 for the two terms. m - x_l has an error of 1/2 of its own ulp, and log(s) an error of one
+      ulp of log(s). The larger term's ulp is at most the loss's ulp, and the smaller term's ulp is
+      at most half of that;
+    * 1/8, because s has a relative error of about 2^-24. This becomes an absolute error of log(s).
+      The losses here are above 4, so their ulp is at least 2^-21.
     """
     x, _, _ = operands((32, cols), "float32", seed=cols, scale=deviation)
     labels = jnp.asarray(np.random.default_rng(1).integers(0, cols, 32))

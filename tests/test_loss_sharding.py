@@ -40,7 +40,7 @@ def log_prob(x, labels, axis=-1, where=None, **options):
 each = pytest.mark.parametrize("function", [loss, log_prob])
 # If the vocabulary is split, devices exchange a few numbers per row in two or three steps. For each
 # function, the list says how many numbers per row are exchanged in each step. In the first step,
-# this is the row's maximum. In later steps, these are sums over the shards.
+# devices exchange one number, the row's maximum. In later steps, they exchange sums.
 EXCHANGED = {loss: [1, 3], log_prob: [1, 1, 2]}
 
 

@@ -401,8 +401,8 @@ def test_equal_arrays_are_one_row():
 def test_what_is_printed():
     """For twelve equal layers, the printed report has at most 25 lines of 100 characters.
 
-    Small arrays share a line. The advice on all layers is summed for each function. The totals are
-    the last lines.
+    Small arrays share a line. If the report advises a function in several layers, a single line
+    says how many bytes the function saves in all these layers. The last lines are totals.
     """
     report = twelve_layers()
     lines = str(report).splitlines()

@@ -84,9 +84,10 @@ def specs_of(name, layout):
 
 
 def step_of(name):
-    """Return a function that computes results and the gradients of all floats.
+    """Return a function that computes the results of function `name` and its gradients.
 
-    The cotangents are the cosines of the results.
+    The gradients are those with respect to all float operands. The cotangents are the cosines of
+    the results.
     """
 
     def step(*operands):
@@ -123,7 +124,9 @@ def sizes_of(compiled):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
 
 
-# Each function runs in each layout on each kind of axis; XLA's code and the stand-in alternate.
+# Each function runs in each layout on each kind of mesh axis. Such a case runs either XLA's code or
+# the stand-in for a kernel. Over all cases, each function runs both, and so does each combination
+# of a layout and a kind of axis.
 PLACES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
 CASES = [
     *((name, *place, runs) for runs, name, place in pairwise(["xla", "kernel"], NAMES, PLACES)),

@@ -87,7 +87,7 @@ def test_one_rounding():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_norms_of_all_sizes(activation, implementation):
-    """Activations are correct for norms that are 0, and for norms whose exp over- or underflows."""
+    """Activations of a norm's result y are correct if y is 0, or if exp(y) over- or underflows."""
     scale = jnp.asarray(np.append(np.geomspace(1e-20, 1e4, 63), 0), "float32")
     given = {"scale": scale, "activation": activation, "implementation": implementation}
     check("rms_norm", normal((70, 64), "float32", 0), **given)

@@ -115,7 +115,10 @@ def test_states_of_nnx_load_both_ways():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residuals_and_activations(dtype):
-    """With a residual, a module returns (y, h) in the dtypes of the modules that it replaces."""
+    """With a residual, RMSNormDense equals RMSNorm followed by Dense and an activation.
+
+    The results y and h also have the same dtypes.
+    """
     x, r = data(dtype), data("float32", seed=1)
     linen = jaxnorm.linen.RMSNormDense(24, activation="gelu", scale_offset=0.5)
     variables = linen.init(jax.random.key(0), x)

@@ -236,16 +236,17 @@ def test_a_pair_whose_tables_are_zero(dtype):
     (dx, dscale), ref = gradients(x, scale, cos, sin, "output")
     pair = [3, 35]
     others = np.setdiff1d(np.arange(64), pair)
-    # In the two columns of the pair, the exact dscale is 0, because the cotangent of the norm's
-    # result is 0. The exact dx is not 0: it contains the term x_hat * c2, where c2 is the mean of
-    # (cotangent * x_hat) over the row. But the backward can recover x_hat only from y, which is 0.
-    # So it computes a dx of 0.
+    # In the two columns of `pair`, cos and sin are 0. So y is 0 there, and the cotangent of the
+    # normalised x (the array before the rotation) is 0, too. The exact dscale is then 0. The exact
+    # dx is not 0: it contains the term x_hat * c2, where c2 is the mean of (cotangent * x_hat) over
+    # the row. But the backward can recover x_hat only from y, which is 0. So it computes a dx of 0.
     np.testing.assert_array_equal(exact(dx)[..., pair], 0)
     np.testing.assert_array_equal(exact(dscale)[pair], 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         dx_bound, dscale_bound = ref.gradient_bounds()
-    # The bound of dx is not used, because it is NaN. It contains c2, a mean over all columns, and
-    # x_hat is unknown in the two columns of `pair`.
+    # The bound of dx is NaN and is not used. It depends on the error of x_hat, which is NaN in the
+    # two columns of `pair`, because x_hat cannot be recovered there. The mean c2 makes the bound
+    # NaN in all columns.
     del dx_bound
     check_stored(dscale[others], scale[others], ref.dscale[others], dscale_bound[others])
     size = np.linalg.norm(ref.dx[:, others])
@@ -283,8 +284,8 @@ def test_the_law(ratio, dtype, interleaved):
         error = relative_error(dscale[of], ref.dscale[of])
         # `predicted` is the error that the rounding of y causes. If y is float32, the arithmetic is
         # no more precise than y. Then about ten rounding errors have this size, so the error is
-        # sqrt(10) times as large. The sums over rows cause further errors. For columns with the
-        # large scale, these are larger than the other errors.
+        # sqrt(10) times as large. The sums over rows cause further errors. In columns with the
+        # larger scale, the errors of these sums dominate.
         most = np.sqrt(10) if dtype == "float32" else 1.5
         assert error < most * predicted + SAFETY * 2.0**-24
         assert of is large or error > predicted / 1.5
@@ -385,10 +386,11 @@ def dscale_walk(ref, column, dtype):
 def test_outputs_beyond_float16():
     """If an element of y is infinite in float16, only gradients of its pair of columns are wrong.
 
-    The cotangent d of the infinite element is 0 here. The backward replaces the infinity by
-    float16's largest number. This number affects the other columns only through ``sum(dn * n)``,
-    which equals ``sum(d * y)`` for any rotation. There it is multiplied by d = 0, so it has no
-    effect.
+    The cotangent d of the infinite element is 0 here. The backward replaces the infinity in y by
+    float16's largest number. The gradients of other columns depend on this element only through a
+    sum over the row, ``sum(d * y)``. In this sum, the element of y is multiplied by d = 0, so it
+    has no effect. (The backward computes the sum as ``sum(dn * n)``, from the arrays before the
+    rotation. A rotation does not change this sum.)
     """
     scale = parameter(64, "float32").at[5].set(5e4)
     cos, sin = tables((8, 1, 32))

@@ -20,8 +20,8 @@ from reference import Norm, exact, relative_error
 import jaxnorm
 
 ROWS, COLS = 256, 1024
-# For each dtype, the u of the two laws in the module's docstring: half the dtype's unit roundoff,
-# or a quarter of its machine epsilon.
+# For each dtype, the number u that both laws in the module's docstring use. u is half the dtype's
+# unit roundoff. This is the same as a quarter of its machine epsilon.
 U = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 ROOM = 1.2
 # A bound on the relative error of float32 sums of 1024 terms. The measured error is 1e-7.

@@ -144,7 +144,8 @@ def test_what_the_kernels_cannot_or_should_not_do_is_xla():
     few = jax.ShapeDtypeStruct((4096, 4), jnp.bfloat16)
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), SHAPE) == 1
     assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), few) == 0
-    # Only the forward is a kernel. The backward of a single row is faster as XLA's code.
+    # Only the forward runs a kernel. For the backward of a single row, XLA's code is faster than a
+    # kernel.
     assert kernels(gradient(rms_norm), jax.ShapeDtypeStruct((1, 65536), jnp.bfloat16)) == 1
     with jax.enable_x64(True):
         assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1024), jnp.float64)) == 0

@@ -51,9 +51,9 @@ def test_the_examples_run(page):
 
 
 def test_the_pages_have_examples():
-    """The regular expression finds examples on every page that has examples.
+    """`blocks` finds an example on every page, except on the pages that have no examples.
 
-    `without` lists the pages that have none.
+    `without` lists the pages without examples.
     """
     without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
     without |= {"results", "structure", "testing"}

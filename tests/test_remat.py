@@ -248,8 +248,9 @@ def test_what_is_saved(name, policy, saved):
     assert tuple(map(shapes.count, (FULL, PER_ROW, (COLS, COLS)))) == saved
 
 
-# Each function runs with two of the four policies: every second function with the first and
-# third policy, the others with the second and fourth policy.
+# Each function runs with two of the four policies. In the order of `FUNCTIONS`, the first, third
+# and fifth function (and so on) run with the first and third policy. The functions between them run
+# with the second and fourth policy.
 @pytest.mark.parametrize(
     ("name", "policy"),
     [

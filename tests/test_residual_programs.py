@@ -29,11 +29,12 @@ WRAPPED = {
     [("bfloat16", "bfloat16", 1), ("bfloat16", "float32", 2), ("float32", "bfloat16", 1)],
 )
 def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
-    """A residual norm runs one kernel per pass, and no other operation on arrays of x's size.
+    """A residual norm runs one kernel per pass. Any other code at most casts a gradient.
 
     The gradients of x and of the residual are equal up to rounding. If both have the same dtype,
-    the backward kernel stores only one array for both. If x's dtype is wider, the kernel stores
-    only the residual's gradient, and x's gradient is a cast of it.
+    the backward kernel stores one array, which is both gradients. If x's dtype is narrower, the
+    kernel stores two arrays. If x's dtype is wider, the kernel stores only the residual's gradient,
+    and XLA casts it to x's dtype.
     """
     shape = (8192, 4096)
     x, residual = jax.ShapeDtypeStruct(shape, x_dtype), jax.ShapeDtypeStruct(shape, dtype)
@@ -64,7 +65,8 @@ def test_an_unused_result_costs_no_pass_backward(used):
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, scale)
     backward = [e for e in equations(jaxpr) if e.primitive.name.endswith("_norm_backward")]
-    # The operands are y, rstd, scale and dy. If y is unused, there is no backward pass.
+    # The operands of the backward pass are y, rstd, scale and dy. If the loss does not use y, there
+    # is no dy and no backward pass.
     assert [len(equation.invars) for equation in backward] == ([4] if used == 0 else [])
 
 

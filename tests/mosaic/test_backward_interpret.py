@@ -66,8 +66,8 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-# Pairwise testing: the cases cover every pair of values of two parameters (function, dtype, saved
-# array, schedule).
+# Pairwise testing: there are four parameters (function, dtype, saved array and schedule). For any
+# two of them, every pair of their values occurs in some case.
 @pytest.mark.parametrize(
     ("op", "dtype", "saved", "case"),
     [
@@ -156,8 +156,9 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-# Each schedule is tested with one of two calls, of rms_norm or of layer_norm. The calls alternate.
-# There are several schedules of each kind, so each call runs with each kind of schedule.
+# There are two calls: one of rms_norm, one of layer_norm. The schedules of `NORM_CASES` alternate
+# between them: the first is tested with rms_norm, the second with layer_norm, and so on. Schedules
+# of the same type are next to each other in `NORM_CASES`. So each type is tested with both calls.
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved", "case"),
     [

@@ -37,9 +37,10 @@ MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
 def mixed(cases: Sequence[Case]) -> list[Any]:
-    """Return each case with two combinations of dtypes.
+    """Return triples of a case, the dtype of x and the dtype of y.
 
-    The first case of each type of schedule gets all combinations.
+    The first case of each type of schedule occurs with all combinations of dtypes in `MIXES`. Every
+    other case occurs with two of them.
     """
     kinds: set[type] = set()
     found = []

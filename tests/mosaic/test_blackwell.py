@@ -1,4 +1,4 @@
-"""Compile a call for each rule of the schedule tables for two other GPUs: B200 and RTX 50.
+"""For each rule of the schedule tables, compile a call for two Blackwell GPUs: B200 and RTX 50.
 
 Schedules are chosen for the sizes of these GPUs, but nothing was timed on them. Compiling needs
 JAX's CUDA plugin but no GPU (`make compile` installs the plugin in CI). Two tests need neither: one

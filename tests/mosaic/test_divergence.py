@@ -64,7 +64,7 @@ def forward_and_backward(module, specs, schedule=None):
 
 
 def both_spec(forward, dtype=None):
-    """Return the spec of both passes in one kernel. `dtype` is that of the gradient."""
+    """Return the spec of a kernel that computes both passes. `dtype` is the gradient's dtype."""
     return changed(forward, want_stats=False, wrt=("x",), gradient_dtype=np.dtype(dtype or F32))
 
 
@@ -72,8 +72,8 @@ def both_spec(forward, dtype=None):
 def in_one_kernel(module, specs, schedule=None, dtype=None):
     """Return a function that runs both passes in one kernel.
 
-    `dtype` is the dtype of the gradient. By default, it is that of the logits, and the gradient
-    overwrites them.
+    `dtype` is the dtype of the gradient. By default, it is the dtype of the logits, and
+    the gradient overwrites the logits.
     """
     spec = both_spec(specs[0], dtype or specs[0].x_dtype)
 
@@ -234,7 +234,7 @@ def test_no_races():
     ids=str,
 )
 def test_one_kernel(cols, padding, dtype, of_dx, schedule, options, reverse):
-    """The kernel of both passes is accurate, and masked rows have results of 0.
+    """The kernel that computes both passes is accurate, and masked rows have results of 0.
 
     The logits of masked rows are NaN. The padding is filled with the dtype's largest number.
     """
@@ -255,14 +255,18 @@ def test_one_kernel(cols, padding, dtype, of_dx, schedule, options, reverse):
 
 @DIRECTIONS
 def test_one_kernel_is_both_passes(reverse):
-    """The kernel of both passes returns the results of two kernels, for rows of all kinds."""
+    """The kernel that computes both passes returns the same results as two separate kernels.
+
+    Some of the rows have infinite or NaN logits.
+    """
     rows = special_rows(200)
     given = {"reverse": reverse, "schedule": LossForwardSchedule(1, warpgroups=2)}
     y, dx = run(mosaic, *rows, program=in_one_kernel, **given)
     check_special_rows(y, dx, reverse=reverse)
     expected, gradient = run(mosaic, *rows, **given)
     np.testing.assert_array_equal(y, expected)
-    # The statistics of both kernels, and the arithmetic after them, may be rounded differently.
+    # The backward kernel may round the statistics, and the arithmetic after them, in another way
+    # than the kernel that computes both passes.
     assert_within(dx, exact(gradient), of_roundings(16, "float32", np.abs(exact(gradient))))
     narrow = functools.partial(in_one_kernel, dtype="bfloat16")
     _, other = run(mosaic, *rows, program=narrow, **given)
@@ -309,13 +313,18 @@ def test_linear_divergence_in_one_kernel(reduction, sharded):
     for implementation, expected in {"mosaic": ["both"], None: ["both"], "xla": []}.items():
         lowered = program(implementation).trace(*arrays).lower(lowering_platforms=("cuda",))
         names = re.findall(r"jaxnorm_kl_divergence_(\w+)_mosaic_gpu", lowered.as_text())
-        # With reduction "none", the divergences come from a forward pass before.
+        # With reduction "none", the kernel "both" runs only in the backward pass, because it needs
+        # the cotangents. So in the forward pass, a kernel "fwd" computes the divergences.
         assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
 
 
 def test_schedules_of_one_kernel():
-    """Longer rows have more warpgroups, and then more blocks. Other rows are refused."""
-    # Each number of columns has these numbers of warpgroups per block and of blocks per row.
+    """The longer a row is, the more warpgroups process it. The longest rows have several blocks.
+
+    Rows are refused if their size is not a multiple of 16 bytes, or if they do not fit into the L2
+    cache.
+    """
+    # For each number of columns, the expected pair (warpgroups per block, blocks per row).
     expected = {1000: (1, 1), 4096: (2, 1), 8192: (2, 1), 32000: (4, 1)}
     expected |= {50264: (4, 2), 128256: (4, 4), 262144: (4, 8)}
     for cols, shares in expected.items():
@@ -404,7 +413,7 @@ def test_one_kernel_lowers(cols, cluster, reverse):
 def test_registers_of_one_kernel(cols, dtype, options, compiler):
     """No registers are spilled, and all rows in progress fit into the L2 cache.
 
-    `dtype` is that of the gradient. `linear_kl_divergence` has float32 logits for all dtypes.
+    `dtype` is the gradient's dtype. `linear_kl_divergence` has float32 logits for all dtypes.
     """
     specs = tuple(specs_of(8192, cols, F32, F32, **options))
     program = in_one_kernel(mosaic, specs, dtype=dtype)
@@ -439,7 +448,7 @@ def test_registers_of_one_kernel(cols, dtype, options, compiler):
 def test_one_kernel_on_a_gpu(rows, cols, padding, schedule, cluster, dtype, options, reverse):
     """One kernel returns the divergence and the gradient of float32 logits.
 
-    `dtype` is that of the gradient. The results of 16 rows are compared with float64.
+    `dtype` is the gradient's dtype. The results of 16 rows are compared with float64.
     """
     x, teacher = 2 * jax.random.normal(jax.random.key(cols), (2, rows, cols))
     d, positions = jnp.linspace(-1, 2, rows), jnp.arange(rows) % 7 != 3

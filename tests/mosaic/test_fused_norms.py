@@ -40,8 +40,8 @@ class Family(NamedTuple):
     """The calls with which one fused norm is tested.
 
     Attributes:
-      options: a dict from the name of each option to its values. The tests are pairwise: every pair
-        of values of two options occurs in some test.
+      options: a dict from the name of each option to its values. The tests are pairwise: for
+        any two options, every pair of their values occurs in some test.
       changes: dicts of further options. For each dict, a test changes the default call by these
         options. The call has 16 rows.
       shapes: a tuple for each call that is lowered or compiled. Its items are the number of rows,

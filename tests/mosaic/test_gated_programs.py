@@ -16,8 +16,9 @@ pytestmark = pytest.mark.compiles
 # matmuls, and then copies both halves of the result.
 TOKENS, WIDTH, INNER, LAYERS = 8192, 2048, 8192, 3
 
-# Use cuBLAS for matmuls. On a real GPU, XLA times cuBLAS and Triton, and chooses cuBLAS. Here it
-# cannot time them and would choose Triton; then no fusion could read the results of two matmuls.
+# Use cuBLAS for matmuls. On a real GPU, XLA times cuBLAS and Triton, and chooses cuBLAS. Without a
+# GPU, XLA cannot time them and would choose Triton. XLA fuses a Triton matmul with the elementwise
+# operations that use its result, so these tests would find other fusions than on a real GPU.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 

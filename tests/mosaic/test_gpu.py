@@ -1,7 +1,7 @@
 """Tests that run kernels on a GPU.
 
 They cover each rule of the forward's schedule table, and arrays that are large enough to fill the
-GPU. `test_kernels` has the tests that also run on smaller arrays.
+GPU. Tests for which smaller arrays suffice are in `test_kernels`.
 """
 
 import dataclasses
@@ -41,8 +41,9 @@ FORWARD_COLS += [2**17, 2**18]
 @pytest.mark.parametrize("cols", FORWARD_COLS)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_forward_kernels(op, cols):
-    # Neighbouring widths and neighbouring functions have different combinations of dtypes. So each
-    # width and each function runs with all three combinations.
+    # Each test uses one of three combinations of dtypes. The combination changes in turn from one
+    # width to the next, and from one function to the next. So each width is tested with all three
+    # combinations, and so is each function.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     cols = cols if "softmax" in op else cols // 8 * 8

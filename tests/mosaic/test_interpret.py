@@ -41,7 +41,10 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
-    """Assert that outputs and statistics are within their bounds of the float64 reference."""
+    """Assert that outputs and statistics are accurate.
+
+    They may differ from a float64 reference by at most the bounds that `reference` returns.
+    """
     outputs = interpret(spec, *operands, schedule=schedule)
     expected, errors = reference(spec, *operands, outputs=outputs)
     assert len(outputs) == len(expected)
@@ -98,7 +101,7 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     return found
 
 
-# `test_residual_variants` runs the same functions with tiles of rows that overlap.
+# `test_residual_variants` runs the same functions on rows whose last two tiles overlap.
 @pytest.mark.parametrize(
     ("op", "x", "residual", "y", "case"),
     [
@@ -135,8 +138,9 @@ def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
-# Each schedule is tested with one function, and the next schedule with the next function. There are
-# several schedules of each kind, so each kind is tested with several functions.
+# The schedules of `CASES` take the three functions in turn: the first schedule is tested with the
+# first function, the second with the second function, and so on. Schedules of the same kind are
+# next to each other in `CASES`. So each kind is tested with several functions.
 @pytest.mark.parametrize(
     ("op", "case"),
     [*zip(itertools.cycle(["layer_norm", "add_layer_norm", "rms_norm_add_rms_norm"]), CASES)],
@@ -170,9 +174,9 @@ def test_groups_that_no_tile_can_have() -> None:
     ids=lambda case: case.name,
 )
 def test_with_64_bit_types(case: Case) -> None:
-    """Kernels use 32-bit integers, even if 64-bit types are enabled.
+    """Kernels are correct if 64-bit types are enabled.
 
-    Python integers are then traced as int64.
+    JAX then traces Python integers as int64. Kernels must use 32-bit integers nevertheless.
     """
     spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
@@ -236,9 +240,10 @@ def test_variance_of_large_means(case: Case) -> None:
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16, F32], ids=str)
 def test_scale_floor(y_dtype: np.dtype) -> None:
-    """A scale near 0 is replaced by a floor, so that x_hat can be recovered from y.
+    """A scale near 0 is replaced by a floor (2**-60), so that x_hat can be recovered from y.
 
-    For a float16 y there is no floor, because float16's range is too small.
+    If y is float16, there is no floor: ``floor * x_hat`` would underflow in float16, so x_hat could
+    not be recovered from y anyway.
     """
     case = BY_NAME["warpgroup_row"]
     spec = make_spec("rms_norm", case.rows, case.cols, F32, y_dtype)

@@ -102,10 +102,10 @@ def test_dlogits_take_the_logits_place(compiler: Compiler):
 
 
 def test_one_chunk_takes_the_memory_of_the_sum(compiler: Compiler):
-    """By default, one chunk has all rows if it needs no more memory than smaller chunks.
+    """By default, all rows form a single chunk if this needs no more memory than several chunks.
 
-    Smaller chunks need a float32 array for the sum of the weight's gradient. One chunk does not:
-    its matmuls write bfloat16 gradients.
+    Several chunks need a float32 array in which they add up the weight's gradient. A single chunk
+    adds nothing up, so its matmul writes the weight's gradient directly in bfloat16.
     """
     default, fewer = (compiled(compiler, "mean", **options) for options in ({}, CHUNKS))
     ours, most = (each.memory_analysis().temp_size_in_bytes for each in (default, fewer))

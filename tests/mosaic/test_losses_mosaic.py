@@ -197,7 +197,10 @@ def test_values(op, cols, dtype, schedule, options):
     ids=str,
 )
 def test_one_kernel(cols, padding, dtype, schedule, options):
-    """The kernel of both passes is accurate. Masked rows have a loss and a gradient of 0."""
+    """The kernel that computes both passes is accurate.
+
+    Masked rows have a loss and a gradient of 0.
+    """
     x, labels, d = operands((3, cols), dtype)
     given = {"program": in_one_kernel, "schedule": schedule, "padding": padding, **options}
     check(CE, x, labels.at[0].set(cols - 1), d, **given)
@@ -222,7 +225,8 @@ def test_one_kernel_is_both_passes():
         loss, dx = in_one_kernel(spec)(x, labels, d.at[2].set(jnp.nan), positions)
         expected, *_, gradient = forward_and_backward(spec)(x, labels, d, positions)
     np.testing.assert_array_equal(loss, expected)
-    # The statistics of both kernels, and the arithmetic after them, may be rounded differently.
+    # The backward kernel may round the statistics, and the arithmetic after them, in another way
+    # than the kernel that computes both passes.
     assert_within(dx, exact(gradient), of_roundings(16, "float32", np.abs(exact(gradient))))
     one = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=BF16)
     with mosaic.interpreted():

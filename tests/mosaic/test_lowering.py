@@ -43,8 +43,8 @@ RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
-# Pairwise testing: the cases cover every pair of values of two parameters (schedule, function,
-# dtypes).
+# Pairwise testing: there are three parameters (schedule, function and dtypes). For any two of them,
+# every pair of their values occurs in some case.
 @pytest.mark.parametrize(
     ("op", "case", "x", "y"),
     [
@@ -133,8 +133,8 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         assert "mosaic_gpu" in lower(spec)
 
 
-# Pairwise testing: the cases cover every pair of values of two parameters (shape, function,
-# dtypes).
+# Pairwise testing: there are three parameters (shape, function and dtypes). For any two of them,
+# every pair of their values occurs in some case.
 @pytest.mark.parametrize(
     ("rows", "cols", "op", "dtypes"),
     [

@@ -19,7 +19,10 @@ BATCH, LENGTH, D, CLASSES = 8, 512, 1024, 32768
 
 @pytest.fixture(scope="module")
 def mesh(compiler):
-    """Return a mesh of two H100s that need not be present; `compiler` sets up the compilation."""
+    """Return a mesh of two H100s. They need not be present, because programs are only compiled.
+
+    The fixture `compiler` prepares compilation for a GPU that is absent.
+    """
     del compiler
     topology = topologies.get_topology_desc("gpu", "cuda", target_config=H100, topology="1x1x2")
     return Mesh(np.array(topology.devices), "data")

@@ -43,9 +43,10 @@ class Function:
     """A function whose kernels are measured.
 
     Attributes:
-      call: the function. It takes x, `like_x` other operands and `columns` parameters.
+      call: the function. Its operands are x, then `like_x` arrays with the shape of x, then
+        `columns` arrays with one element per column.
       x: a function that maps the number of columns to the shape of x.
-      like_x: the number of other operands with the shape of x.
+      like_x: the number of operands with the shape of x, not counting x itself.
       columns: the number of operands with one element per column.
     """
 
@@ -144,10 +145,10 @@ FUNCTIONS = {
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
 
-# Calls that use each rule of the schedules. There are also calls whose kernels had too many
-# operations in earlier versions: one operation for each row or for each vector. In these calls,
-# rows are unaligned, or a row is shorter than the elements that a warp loads at once, or some tiles
-# are above a causal diagonal.
+# Together, these calls use every rule of the schedules. There are also calls whose kernels had too
+# many operations in earlier versions: one operation for each row or for each vector. In these
+# calls, rows are unaligned, or a row is shorter than the elements that a warp loads at once, or
+# some tiles are above a causal diagonal.
 CASES = [
     *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
     ("add_layer_norm", 40, BF16, BF16),

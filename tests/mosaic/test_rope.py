@@ -118,8 +118,9 @@ def test_steps_that_overlap() -> None:
 def test_a_scale_that_y_tells_nothing_of() -> None:
     """Gradients are finite if the scale of one column of a rotated pair is 0.
 
-    The rotation mixes the two columns in y, so x cannot be recovered in the column with scale 0.
-    Gradients of all other columns are correct.
+    A tiny number replaces the scale of 0. The rotation adds the tiny values of this column to the
+    values of the other column, and rounding removes them. So x cannot be recovered from y in the
+    column with scale 0. Gradients of all other columns are correct.
     """
     spec = make_spec("fwd", SHARED["16 heads"])
     arrays = norms.make_operands(spec)

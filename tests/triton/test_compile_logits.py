@@ -38,8 +38,8 @@ def specs(kind, cols, dtype):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_compile(kind, cols, dtype):
-    # Each case takes the next GPU. Over all cases, each width and each kind of mask or bias is
-    # compiled for every GPU.
+    # The cases take the GPUs in turn. Together, they compile each width for every GPU, and each
+    # kind of mask or bias for every GPU.
     gpu = [*GPUS][(WIDTHS.index(cols) + list(KINDS).index(kind)) % len(GPUS)]
     for spec in specs(kind, cols, dtype):
         check(spec, GPUS[gpu])

@@ -41,8 +41,8 @@ def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_rule_compiles(gpu, direction, cols):
-    # Each case has two of the four combinations of dtype and options. Over all cases, each width
-    # and each GPU is compiled with all four.
+    # Each test compiles two of the four combinations of dtype and options. Together, the tests
+    # compile all four combinations for each width, and all four for each GPU.
     turn = [*GPUS].index(gpu) + WIDTHS.index(cols)
     for dtype, options in [(BF16, {}), (F32, SMOOTHED), (BF16, SMOOTHED), (F32, {})][turn % 2 :: 2]:
         positions = {"has_positions": direction == "fwd" and bool(options)}

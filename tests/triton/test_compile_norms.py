@@ -45,8 +45,8 @@ class Family(NamedTuple):
     """The calls with which one operation is tested.
 
     Attributes:
-      options: maps an option to the values that are tested. Every pair of values of two options is
-      compiled for some GPU.
+      options: maps an option to the values that are tested. For any two options, every pair of
+      their values is compiled for some GPU.
       mixes: combinations of dtypes. Each is compiled for one GPU, with each entry of `changes`.
       changes: dicts of options that replace the defaults.
       second: True if the operation has a second array of rows.
@@ -138,8 +138,8 @@ def make_spec(family, direction, cols, dtype=BF16, mix=None, **given):
 def in_turn():
     """Yield cases for all families of calls.
 
-    A case has a GPU, a width, a dtype, a direction and a value of each option. Every pair of values
-    of two of these (such as a GPU and a width) occurs in some case.
+    A case has a value of each of these parameters: GPU, width, dtype, direction, and each option.
+    For any two parameters (such as GPU and width), every pair of their values occurs in some case.
     """
     for family, of in FAMILIES.items():
         axes = [[*GPUS], of.widths, DTYPES, of.directions, *of.options.values()]
@@ -216,9 +216,10 @@ def test_gates_are_read_and_written_16_bytes_at_a_time(before, direction, dtype)
 
 @pytest.mark.parametrize(("family", "kind"), OF_GROUPS[:4])
 def test_every_line_of_the_table_is_used(family, kind):
-    """All rules of the table but the first are used.
+    """Norms with a residual use every rule of the table, except the first.
 
-    The first rule is for kernels that prefetch rows. Only norms of a single array do this.
+    The first rule prefetches rows of x. It applies only to norms that have no other operand of x's
+    shape, such as a residual.
     """
     specs = [
         make_spec(family, "fwd", cols, dtype, kind=kind)
@@ -316,7 +317,7 @@ each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves"
 @pytest.mark.parametrize(("cols", "rotated"), HEADS)
 @pytest.mark.parametrize("direction", BOTH_WAYS)
 def test_heads_compile(direction, cols, rotated, interleaved, dtype):
-    # Each case takes the next GPU. Over all cases, each head size is compiled for several GPUs.
+    # The cases take the GPUs in turn, so each head size is compiled for several GPUs.
     gpu = [*GPUS][(HEADS.index((cols, rotated)) + interleaved) % len(GPUS)]
     heads = 3 if interleaved else 32
     spec = of_heads(direction, cols, rotated, dtype, dtype, heads, interleaved=interleaved)

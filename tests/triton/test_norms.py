@@ -42,8 +42,8 @@ class Family(NamedTuple):
     """The calls with which one operation is tested.
 
     Attributes:
-      options: maps an option to its tested values. Every pair of values of two options is tested,
-        and so is every value of an option with every schedule.
+      options: maps an option to its tested values. For any two options, every pair of their values
+        is tested. Every value of an option is also tested with every schedule.
       changes: options of further tests. Each dict has the options with which a test differs from
         the default call. These may be options that are not in `options`.
       backward: True if its backward kernels differ from those of a norm without fused operations.
@@ -418,10 +418,11 @@ def test_pairs_of_vanishing_scales(value, rotate):
 
 @pytest.mark.parametrize("y_dtype", [BF16, F16], ids=str)
 def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, rotate):
-    """If one scale of a rotated pair is tiny next to the other, the recovered x_hat is clipped.
+    """If one scale of a rotated pair is tiny next to the other, its column's x_hat is clipped.
 
-    It is recovered from rounding errors: after the rotation, the column with the large scale
-    dominates both columns of y.
+    After the rotation, the column with the large scale dominates both columns of y. So the x_hat
+    that the backward computes for the column with the tiny scale consists mostly of rounding
+    errors.
     """
     spec = spec_of("heads share a position", (F32, F32, F32, y_dtype))
     arrays = with_scale(spec, np.array([2, 5]), 2.0**-40)
