@@ -138,7 +138,7 @@ class RMSNorm(nnx.RMSNorm):
         :func:`jaxnorm.rms_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
       scale_offset: number that is added to the parameter ``scale``; 0.0 by default. For Gemma's
-        ``1 + w``, pass 1.0, and as ``scale_init`` an initialiser that returns zeros.
+        ``1 + w``, pass ``scale_offset=1.0`` and a ``scale_init`` that returns zeros.
 
     The other arguments are those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
 
@@ -271,7 +271,7 @@ class RMSNormDense(nnx.Module):
       implementation: name of the implementation to use, or None; see
         :func:`jaxnorm.rms_norm_linear`.
       scale_offset: number that is added to the parameter ``scale``; 0.0 by default. For Gemma's
-        ``1 + w``, pass 1.0, and as ``scale_init`` an initialiser that returns zeros.
+        ``1 + w``, pass ``scale_offset=1.0`` and a ``scale_init`` that returns zeros.
 
     Example:
       >>> import jax.numpy as jnp

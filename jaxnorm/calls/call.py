@@ -147,7 +147,7 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """Return the call of the first norm, norm(x), whose result is added to the residual."""
+        """Return the call that computes norm(x), the norm before the residual is added."""
         return self.replaced(spec=self.spec.first)
 
     @_once
@@ -155,9 +155,9 @@ class Call:
         """Return the pass that computes tangents of the results from the operands' tangents.
 
         The pass takes tangents of the operands in `wrt`. If this call is a forward pass, the
-        tangent pass returns the tangents of all its results. If this call is a backward pass, the
-        tangent pass returns the tangents of those results whose cotangents the backward pass takes.
-        The tangent pass is then the transpose of the backward pass.
+        tangent pass returns the tangents of all its results. If this call is a backward pass, it
+        takes cotangents of some results of the forward pass. The tangent pass then returns the
+        tangents of exactly these results, so it is the transpose of the backward pass.
 
         `takes_h` is for norms that do not add a residual. It is used if x has a second use, such as
         a residual branch, so that x's gradient is the sum of two cotangents. If `takes_h` is True,
@@ -202,8 +202,8 @@ class Call:
     def with_gradient(self, gradient_dtype: np.dtype) -> "Call":
         """Return the forward pass of a loss, extended to also return the gradient of the logits x.
 
-        The new pass takes the operands of this call and then, as additional operands, the
-        cotangents of its results.
+        The extended pass takes the operands of the forward pass, followed by the cotangents of the
+        forward pass's results.
         """
         outputs = (*self.spec.operation.results,)
         return self.replaced(outputs=outputs, wrt=("x",), gradient_dtype=gradient_dtype)

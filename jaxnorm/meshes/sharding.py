@@ -213,10 +213,11 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
 def run(
     whole: Run, shards: Callable[[Sequence[Any], Any], Shards], arrays: Arrays
 ) -> list[jax.Array]:
-    """Return ``whole(*arrays)``, computed in `jax.shard_map` if the mesh has Explicit axes.
+    """Return ``whole(*arrays)``, computed on shards if the mesh has Explicit axes.
 
-    `shards` is a function of the arrays' types and the mesh. It returns the sharding of the arrays
-    and the function that each device runs.
+    Without Explicit axes, `whole` is called. With Explicit axes, `whole` is not used: each device
+    runs another function on its shards, in `jax.shard_map`. ``shards(types, mesh)`` returns this
+    function, and the shardings of its operands and results. `types` are the types of the arrays.
     """
     avals = [jax.typeof(a) for a in arrays]
     mesh = explicit_mesh(avals)

@@ -16,7 +16,8 @@ from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
 # A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of
-# its output. None means that the norm module's own `save` mode applies.
+# its output. A value of None in place of the function means that the norm module's own `save` mode
+# applies.
 Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
@@ -171,7 +172,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths of the norms in a tree. Add the norms that must save x to `reasons`."""
+        """Yield the paths of the norms in a tree. Add to `reasons` the norms that must save x."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)

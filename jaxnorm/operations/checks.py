@@ -374,8 +374,8 @@ def broadcastable(
 ) -> jax.Array:
     """Prepend axes of size 1 to `array`, so that it has as many axes as `shape`.
 
-    Raise ValueError if the array does not broadcast to `shape`. The error's text contains `of`
-    before the word "shape"; for example, "x's".
+    Raise ValueError if the array does not broadcast to `shape`. `of` says whose shape `shape` is,
+    such as "x's". It is a part of the error's text.
     """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):

@@ -41,7 +41,7 @@ def kl_divergence(
     Each position has one divergence.
 
     On a GPU, the forward pass writes no array of the logits' size. On a CPU, it has three float32
-    temporaries of that size. The residuals are both arrays of logits and five numbers for each
+    temporaries of that size. The residuals are the two arrays of logits, and five numbers for each
     position. The backward pass reads both arrays and writes the gradient of logits. The arithmetic
     is float32 (float64 if logits or teacher_logits are float64).
 

@@ -63,8 +63,8 @@ def linear_kl_divergence(
         gradient). The array has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it
         is False or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
       reduction: ``"mean"``: ``sum(where * divergence) / sum(where)``, or 0 if the denominator is 0;
-        ``"sum"``: ``sum(where * divergence)``; or ``"none"``: the divergence of each position,
-        times its weight.
+        ``"sum"``: ``sum(where * divergence)``; or ``"none"``: ``where * divergence``, for each
+        position.
       reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
         None lets jaxnorm choose, with the same limits as in :func:`linear_softmax_cross_entropy`.

@@ -34,11 +34,12 @@ def linear_softmax_cross_entropy(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Cross-entropy of the logits ``x @ weight + bias`` and integer labels, without these logits.
+    r"""Cross-entropy of ``x @ weight + bias`` and integer labels, without storing all logits.
 
-    Only the logits of one chunk of rows are in memory at a time. The result is the mean, the sum or
-    the array of the losses that :func:`softmax_cross_entropy_with_integer_labels` computes. One
-    loop over the chunks computes the loss and, if it is differentiated, the gradients.
+    The logits are ``x @ weight + bias``. Only the logits of one chunk of rows are in memory at a
+    time. The result is the mean, the sum or the array of the losses that
+    :func:`softmax_cross_entropy_with_integer_labels` computes. One loop over the chunks computes
+    the loss and, if it is differentiated, the gradients.
 
     A loss that is not differentiated takes one matmul, which computes the logits. If it is
     differentiated, two more matmuls compute the gradients of x and weight, so a mean or a sum takes
@@ -65,8 +66,7 @@ def linear_softmax_cross_entropy(
         broadcasts to their shape. Where it is False or 0, label and x are ignored, even if x is
         NaN, and x's gradient is 0.
       reduction: ``"mean"``: ``sum(where * loss) / sum(where)``, or 0 if the denominator is 0;
-        ``"sum"``: ``sum(where * loss)``; or ``"none"``: the loss of each position, times its
-        weight.
+        ``"sum"``: ``sum(where * loss)``; or ``"none"``: ``where * loss``, for each position.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
         None lets jaxnorm choose: all rows, if their logits take no more memory than a float32 array
         of weight's shape. Otherwise, a chunk has at most max(2048, d) rows. If the logits of such a
@@ -210,8 +210,9 @@ def of_linear_logits(
         head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
         if function == _LOG_PROB and array.dtype != bool:
             # The primitive's results are also residuals, and the derivative needs them before they
-            # are multiplied by the weights. So the primitive takes only a mask, and its results are
-            # multiplied by the weights below.
+            # are multiplied by the weights. So the primitive does not take the weights, but a mask
+            # of the positions with a nonzero weight. The code below multiplies the results of the
+            # primitive by the weights.
             weights, array = array, counted(array)
         arrays.append(array)
     if scale.array is not None:
@@ -340,12 +341,12 @@ def linear_log_prob_and_entropy(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Log-probabilities and entropies of the logits ``x @ weight + bias``, without these logits.
+    r"""Log-probabilities and entropies of ``x @ weight + bias``, without storing all logits.
 
-    Only the logits of one chunk of rows are in memory at a time. The results are the same as for
-    :func:`log_prob_and_entropy`, with one difference: a chunk's logits are the float32 sums of the
-    matmul, without rounding. If they were rounded to bfloat16, probability ratios
-    :math:`e^{\log p' - \log p}` would have errors of several percent.
+    The logits are ``x @ weight + bias``. Only the logits of one chunk of rows are in memory at a
+    time. The results are the same as for :func:`log_prob_and_entropy`, with one difference: a
+    chunk's logits are the float32 sums of the matmul, without rounding. If they were rounded to
+    bfloat16, probability ratios :math:`e^{\log p' - \log p}` would have errors of several percent.
 
     The forward pass takes one matmul. The backward pass takes three: one recomputes the logits, and
     two compute the gradients of x and weight. The residuals are x, weight and three numbers for
@@ -401,7 +402,7 @@ def linear_log_prob_and_entropy(
 
     Use: the losses of `GRPO <https://arxiv.org/abs/2402.03300>`_, `PPO
     <https://arxiv.org/abs/1707.06347>`_ and `DPO <https://arxiv.org/abs/2305.18290>`_ are computed
-    from log-probabilities, and some of them from entropies.
+    from log-probabilities, and some of these losses also use entropies.
 
     Example:
       >>> import jax.numpy as jnp

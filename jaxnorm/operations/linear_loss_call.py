@@ -266,10 +266,11 @@ class LinearLossCall:
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype of the gradient of an operand that has the dtype `dtype`.
 
-        The gradient has the dtype of its operand, with one exception: a forward pass returns the
-        gradients of float16 operands in float32. A forward pass computes gradients for a cotangent
-        of 1. Only the backward pass multiplies them by the cotangent, which includes the loss
-        scale. Before this multiplication, small gradients would underflow in float16 (below 6e-8).
+        The gradient has the dtype of its operand, with one exception. For a mean or a sum, the
+        forward pass already computes the gradients, for a cotangent of 1. The backward pass
+        multiplies them by the cotangent, which includes the loss scale. Before this multiplication,
+        small gradients would underflow in float16 (below 6e-8). So the forward pass returns the
+        gradients of float16 operands in float32.
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
@@ -508,8 +509,9 @@ def chunk_rows(
         device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
         same. Fewer and larger chunks are faster, because devices exchange row statistics once for
         each chunk.
-      accumulator: bytes of the array in which several chunks accumulate weight's gradient; 0 if a
-        single chunk needs this memory for the gradient, too.
+      accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
+        if even a single chunk would allocate an array of this size for the gradient, because then a
+        single chunk saves no memory.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))
@@ -527,18 +529,22 @@ def chunk_rows(
 def rows_beside_dlogits(
     chunk: int, rows: int, logits: int, dlogits: int, accumulator: int
 ) -> int | None:
-    """Return the number of rows of a chunk if the call stores the dlogits of all rows.
+    """Return the number of rows of a chunk in a call that stores all dlogits, or None.
 
-    A call that stores all dlogits needs no accumulator, and takes one matmul for dx and one for dW.
-    The result is None if such a call needs more memory than a call that stores the accumulator, and
-    the dlogits of only `chunk` rows.
+    None means that the call must not store the dlogits of all rows, because they would take too
+    much memory. A call that stores them needs no accumulator, and takes one matmul for dx and one
+    for dW.
 
-    If the dlogits of all rows need too much memory with chunks of `chunk` rows, chunks of half as
-    many rows are tried. Their logits take less memory. Storing all dlogits is faster than an
-    accumulator even with the smaller chunks. For 8192 rows, d = 2048 and 128256 classes, forward
-    and backward pass of a log-probability take 27.7 ms with all dlogits and chunks of 1024 rows.
-    With an accumulator and chunks of 2048 rows, they take 29.6 ms. With d = 4096 and chunks of 2048
-    rows, they take 52.0 ms with all dlogits, and 55.2 ms with an accumulator (H100).
+    The memory limit is the memory of a call that does not store all dlogits: the accumulator, and
+    the logits and dlogits of one chunk of `chunk` rows. A call that stores all dlogits also needs
+    the logits of one chunk. If it exceeds the limit with chunks of `chunk` rows, chunks of half as
+    many rows are tried, because their logits take less memory.
+
+    Storing all dlogits is faster than an accumulator even with the smaller chunks. For 8192 rows,
+    d = 2048 and 128256 classes, forward and backward pass of a log-probability take 27.7 ms with
+    all dlogits and chunks of 1024 rows. With an accumulator and chunks of 2048 rows, they take 29.6
+    ms. With d = 4096 and chunks of 2048 rows, they take 52.0 ms with all dlogits, and 55.2 ms with
+    an accumulator (H100).
 
     Args:
       chunk: number of rows of a chunk if the call does not store all dlogits.

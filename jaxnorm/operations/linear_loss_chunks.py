@@ -11,9 +11,11 @@ else in the loop uses the dW of the previous chunks.
 
 The first chunk precedes the loop and writes the array in which dW is accumulated. So this array
 need not be set to zero. If there is a single chunk, there is no such array, and the matmul writes
-dW in its own dtype. A backward pass with several chunks also needs no such array if it has memory
-for the dlogits of all rows. It then computes dx and dW by one matmul each, after the loop. This is
-done for float32 logits, which 16-bit dlogits cannot overwrite.
+dW in its own dtype. With several chunks, there is no such array either if the dlogits of all rows
+are stored. Then dx and dW are computed by one matmul each, after the loop. This is done if it takes
+no more memory than an array in which dW is accumulated, and if logits are float32 but dlogits have
+16 bits. Such dlogits cannot overwrite the logits, so they are stored in a separate array in any
+case.
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
@@ -340,7 +342,8 @@ class _Chunks:
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
 
-        If the call is a forward pass, the list starts with an array of the losses of all rows.
+        The call is a backward pass, or a forward pass that computes the gradients together with the
+        losses. In a forward pass, the list starts with an array of the losses of all rows.
         """
         head, makes_losses = self.head, self.head.direction == "fwd"
         given = {"x": self.x, "weight": self.weight, "bias": self.bias}
@@ -546,7 +549,8 @@ class _Chunks:
 
         ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums` is
         True, the carry that the first step returns has more arrays than the given one. The first
-        chunk then precedes the loop, because all iterations of a loop need the same carry.
+        chunk then precedes the loop, because the carry of a loop must have the same arrays in all
+        iterations.
         """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:

@@ -122,9 +122,9 @@ class _LossRules(Rules[LinearLossCall]):
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        # Because of `linear`, JAX saves the gradient as it is, in the gradient's own dtype. If
-        # `inner_product` were called directly, JAX would save the copy that it casts to the dtype
-        # of the total (usually float32).
+        # With `linear`, JAX saves the gradient in the gradient's own dtype. If `inner_product` were
+        # called directly, JAX would instead save the result of the cast in `inner_product`: a copy
+        # of the gradient in the dtype of the total (usually float32).
         terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
@@ -133,14 +133,16 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: it becomes one call with more rows, or a loop over the batch elements.
 
-        The loop is used if weight or bias is batched. It is also used if a forward pass computes
-        gradients, or if any pass returns gradients of weight or bias, because each batch element
-        has separate gradients. The loop is not slow: the matmuls of one element fill a GPU.
+        The loop is used if weight or bias is batched. It is also used if the batched call returns
+        gradients of weight or bias, or is a forward pass that computes gradients, because each
+        batch element has separate gradients. (This is the case if the gradient is computed inside
+        of `jax.vmap`.) The loop is not slow: the matmuls of one element fill a GPU.
 
         All other batches become one call. If the loss is a mean or a sum, this call returns the
-        losses of all rows, which are then averaged or summed for each batch element. Its backward
-        pass takes the cotangents of all batch elements, and returns the sum of their gradients of
-        weight. So it needs memory for only one gradient of weight.
+        losses of all rows, which are then averaged or summed for each batch element. If the
+        gradient is computed outside of `jax.vmap`, the backward pass of this call takes the
+        cotangents of all batch elements, and returns one gradient of weight, which is summed over
+        the batch. So it needs memory for only one gradient of weight.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -172,8 +174,9 @@ class _LossRules(Rules[LinearLossCall]):
 
         * A mesh axis shards both the rows and the classes. Only one of the two can stay sharded
           over it. If x is smaller than weight, x is gathered, and the classes stay sharded. If
-          weight is smaller, weight is gathered. The classes are then not sharded in the loop. The
-          mesh axes that shard the classes of the user's weight shard the rows instead.
+          weight is smaller, weight is gathered, and the classes are not sharded in the loop.
+          Instead, the rows are sharded over all mesh axes that shard the classes in the user's
+          weight.
         * A mesh axis shards only d, in x or weight. In the loop, it shards the rows, because
           otherwise the devices along it would all do the same work. If x is sharded along d,
           devices exchange shards of d for shards of rows. If weight is sharded along d (FSDP), it
@@ -196,9 +199,10 @@ class _LossRules(Rules[LinearLossCall]):
                 _split_rows(rows, name, of_rows, mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
-        # Exchange over the innermost mesh axis first. This mesh axis splits d into the smallest
-        # parts, so its devices have adjacent parts of d. The exchange joins these parts into a
-        # larger one, and the elements of d stay in order.
+        # Exchange over the innermost mesh axis first. The outer mesh axes split d into parts, and
+        # the innermost axis splits each of these parts again. So devices along the innermost axis
+        # have adjacent parts of d. The exchange joins them into one larger part, and the elements
+        # of d stay in order.
         for name in reversed(features):
             axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
             if axis is not None:
@@ -235,7 +239,8 @@ class _LossRules(Rules[LinearLossCall]):
         axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
         rows = " ".join(axes)
         # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
-        # shard weight and its gradient like x. With two names, both keep weight's sharding.
+        # shard weight and its gradient like x. With different names, weight and its gradient keep
+        # the sharding of weight.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
         factors |= {"teacher_x": f"{rows} e", "teacher_weight": "f v", "candidate": f"{rows} c"}
         if head.has_mask:

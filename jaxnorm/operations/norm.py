@@ -54,8 +54,8 @@ def norm_call(
         kind: jnp.broadcast_shapes(*[own for name, own in shapes.items() if OPERANDS[name] == kind])
         for kind in PARAMETERS
     }
-    # Most parameters have the shape `view.normalised`, the sizes of x's normalised axes. A
-    # `RowView` stores this shape as `()`.
+    # Most parameters have the shape `view.normalised`, the sizes of x's normalised axes. As an
+    # argument of `RowView.of`, `()` stands for this shape.
     view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
@@ -177,7 +177,7 @@ def layer_norm(
         shapes may differ. None for no bias.
       axis: axis or axes to normalise; negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.
-      scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
+      scale_offset: added to ``scale``; 1.0 for models that store w and multiply by ``1 + w``.
       dtype: dtype of the output; by default, x's dtype.
       save: the array that is saved for the backward pass. ``"output"`` saves y. The next layer
         usually saves y anyway, and then x can be freed. ``"input"`` saves x and the row means.
@@ -336,7 +336,7 @@ def rms_norm_gated(
       activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
         function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation).
       epsilon: added to the mean square, at least 0.
-      scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
+      scale_offset: added to ``scale``; 1.0 for models that store w and multiply by ``1 + w``.
       dtype: dtype of the output; by default, x's dtype.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.

@@ -192,12 +192,12 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
-    # The result must be a different array from the named h, for the following case: a
-    # `jax.checkpoint` policy saves the named h, and the result is an argument of a later
-    # `jax.checkpoint`. If the result were the named h itself, JAX would save it a second time, as
-    # this argument. JAX does not save a different array, but recomputes it from the saved h. So
-    # apply an operation that changes no value: reduce_precision rounds h to its own dtype. XLA
-    # removes this operation.
+    # Do not return the named h itself. Suppose that a `jax.checkpoint` policy saves the named h,
+    # and that the result of this function is an argument of a later `jax.checkpoint`. If the result
+    # were the named h, JAX would save it a second time, as this argument. If the result is another
+    # array, computed from h, JAX does not save it, but recomputes it from the saved h. So apply an
+    # operation that changes no value: reduce_precision rounds h to its own dtype. XLA removes this
+    # operation.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 

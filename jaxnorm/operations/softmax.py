@@ -316,11 +316,13 @@ def _with_narrow_derivative(
 ) -> jax.Array:
     """Return y, the attention weights, unchanged; replace its derivative to reduce memory.
 
-    The caller computes y from the other arguments, because `jax.checkpoint` policies do not see
-    names inside this function, and y has a name. The JVP rule below computes the tangent of the
-    result from the tangents of query, key and bias. It ignores the tangent of the argument y, so
-    JAX does not compute that tangent. The transpose of the rule computes the logits' cotangent in
-    the dtype of the query. With the original derivative, it would be float32.
+    The caller computes y from the other arguments. It does so outside of this function, because y
+    gets a name for `jax.checkpoint` policies, and policies do not see names inside this function.
+
+    The JVP rule below computes the tangent of the result from the tangents of query, key and bias.
+    It ignores the tangent of the argument y, so JAX does not compute that tangent. The transpose of
+    the rule computes the logits' cotangent in the dtype of the query. With the original derivative,
+    it would be float32.
     """
     del call, precision, query, key, mask, bias
     return y

@@ -45,10 +45,11 @@ def compiled[**P, T](
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return three functions for all calls in which the same arguments are arrays.
+            """Return three functions for the calls in which the arguments `others` are arrays.
 
-            An argument that `either` names may be an array or a number. `others` names the
-            arguments in `either` that are arrays in these calls. The functions are:
+            `either` has the names of the arguments that may be arrays or numbers. In these calls,
+            the arguments in `others` are arrays, and the other arguments in `either` are numbers.
+            The functions are:
 
             1. The compiled function.
             2. A function that takes a dict of all arguments and returns the arrays.

@@ -140,9 +140,10 @@ def _lower_recomputed(
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
         # XLA must not compute f's intermediates before the backward pass, because it would have to
-        # store them. The intermediates depend on the two bools. The barrier delays the bools until
-        # all its operands are available. The cotangents are among these operands, because they are
-        # only available in the backward pass.
+        # store them. So the intermediates depend on two bools (see the module's docstring). The
+        # bools and the cotangents are operands of one barrier, whose results are available only
+        # when all its operands are. The cotangents, and therefore the bools, are available only in
+        # the backward pass.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)
     return jaxpr_as_fun(jaxpr)(*operands)

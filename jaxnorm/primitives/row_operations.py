@@ -66,8 +66,8 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
         # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions. On a
         # GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the computation
         # of attention's mask. On a CPU, the reshape would prevent XLA's loops from writing results
-        # into the buffers of their operands. Arrays that are sharded, or that the reshape would
-        # transpose, must stay as they are.
+        # into the buffers of their operands. Sharded arrays must stay as they are, and so must
+        # arrays that would have to be transposed before the reshape.
         view, on_cpu = call.view, platforms[0] == "cpu"
         natural = view.moved or view.has_groups or view.logits_bias or view.table
         stays = call.spec.softmax.causal or (on_cpu and call.spec.is_softmax)
@@ -293,8 +293,8 @@ class _RowRules(Rules[Call]):
 
         In ``h = x + r; y = norm(h)``, the norm's operand is h. When the norm is transposed, h's
         accumulator already has the cotangent of the residual branch. The backward kernel takes that
-        cotangent as its operand dh and writes the sum. This avoids a separate addition, which would
-        read two arrays of h's size and write one.
+        cotangent as its operand dh, and writes the sum of dh and the norm's own gradient. This
+        avoids a separate addition, which would read two arrays of h's size and write one.
         """
         residuals, accumulators = operands[: call.residuals], operands[call.residuals :]
         wanted = {

@@ -125,9 +125,10 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def derived(self, call: P, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """Return a forward pass's results and their tangents, without running the forward pass.
+        """Return the results of a forward pass, and their tangents.
 
-        `outputs` are the outputs of the pass `with_residuals(call)`.
+        `outputs` are the outputs of the pass `with_residuals(call)`, which has already run. The
+        results are taken from them, so the forward pass is not run again.
         """
 
     @abc.abstractmethod

@@ -198,9 +198,9 @@ def check_params(
     Raises:
       TypeError: ``dtype`` is not a supported float dtype, a scale or bias is not a real float
         array, or an option is of the wrong type.
-      ValueError: a bias and its scale differ in shape; no norm has a name that ``rotated`` gives,
-        or such a norm has a bias; or ``rotated_columns`` is odd, or more than the columns of such a
-        norm.
+      ValueError: a bias and its scale differ in shape, a name in ``rotated`` is not the name of any
+        norm, a norm named in ``rotated`` has a bias, or ``rotated_columns`` is odd or larger than
+        the number of columns of a norm named in ``rotated``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -224,8 +224,8 @@ def check_params(
     of_norms = {path for path, module in modules.items() if _is_norm(module)}
     norms, found = [], set[str]()
     for path, scale in leaves.items():
-        # In nnx, a parameter is an object with its array as an attribute, so that the parameter's
-        # name is the second to last part of the path.
+        # In nnx, a parameter is an object, and an attribute of it holds the array. The last part of
+        # the path is then this attribute, and the part before it is the parameter's name.
         at = next((i for i in (-1, -2) if len(path) >= -i and path[i] in scales), None)
         if at is None:
             continue

@@ -53,7 +53,10 @@ def divergences(program: Program) -> Iterator[Advice]:
 
         log_q = log_softmax(x @ weight)
         log_p = stop_gradient(log_softmax(teacher_x @ teacher_weight))
-        loss = sum(exp(log_p) * (log_p - log_q), -1)             or with exp(log_q): reverse=True
+        loss = sum(exp(log_p) * (log_p - log_q), -1)
+
+    With exp(log_q) in place of exp(log_p), the user must pass `reverse=True`. The text of the
+    advice mentions this option in both cases.
     """
     done: set[int] = set()
     for value in map(origin, program.saved):

@@ -472,8 +472,8 @@ def is_reduced(value: Value, limit: int) -> bool:
 def ancestors(value: Value, limit: int) -> Iterable[Value]:
     """Return a value and the values that it is computed from.
 
-    The search ends at arrays of `limit` elements or more. Casts, copies and broadcasts of any size
-    do not end it.
+    The search goes back from the value through its operands. It stops at arrays of `limit` elements
+    or more, but not at casts, copies and broadcasts, whatever their size.
     """
 
     def made_of(v: Value) -> Sequence[Value]:

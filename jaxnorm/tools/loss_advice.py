@@ -269,7 +269,7 @@ def _one_hots(values: Sequence[Value]) -> list[Value]:
 
 
 def _is_one_hot(value: Value) -> bool:
-    """Return True for one-hot labels: a comparison of labels with the indices of all classes."""
+    """Return True if a value is a comparison of labels with the indices of all classes."""
     compared = kept_arrays.uncast(value)
     if compared.made_by != "eq":
         return False
@@ -363,7 +363,7 @@ def _is_slice(value: Value) -> bool:
 
 
 def _is_saved(operand: Value, program: Program) -> bool:
-    """Return True if an operand is saved or an argument, or is a copy of such an array."""
+    """Return True if an operand is a saved array, an argument, or a copy of one of these."""
     value = origin(operand)
     while id(value) not in program.by_origin and value.made_by in kept_arrays.COPYING:
         value = origin(value.operands[0])

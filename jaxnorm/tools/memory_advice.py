@@ -84,10 +84,10 @@ RECOGNISERS = (
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
-    """Return, for each saved array that has advice, the advice and the number of freed bytes.
+    """Return a dict: for each saved array, the advice that frees it and the number of freed bytes.
 
-    The keys of the dict are the identities (`id`) of the arrays. The number of bytes is at most the
-    size of the array.
+    The keys are the identities (`id`) of the arrays. Arrays that no advice frees are not in the
+    dict. The number of bytes is at most the size of the array.
     """
     program = Program(graph)
     found: dict[int, tuple[Advice, int]] = {}

@@ -99,8 +99,8 @@ class MemoryReport:
         """Return the rows as text, at most 100 columns wide.
 
         Args:
-          max_rows: maximum number of rows to show, the largest ones; None for all. If rows are left
-            out, a last line has their number and size.
+          max_rows: maximum number of rows to show; None for all. The largest rows are shown. If
+            rows are left out, a last line says how many, and gives their total size.
 
         Raises:
           TypeError, ValueError: ``max_rows`` is not an integer of at least 1.

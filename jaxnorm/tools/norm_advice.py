@@ -160,10 +160,10 @@ def _root(value: Value) -> Value:
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
-        # When the search, which goes backwards, meets a matmul, it ends at the matmul's result. If
-        # the program casts this result to the same or fewer bits, the search ends at the cast. It
-        # does not end at a cast to more bits: the program may repeat such a cast for each use, and
-        # only the matmul's result is common to all uses.
+        # The search goes backwards, and ends when it reaches a matmul. If the program casts the
+        # matmul's result to the same number of bits or fewer, the result of the cast is returned.
+        # Otherwise, the matmul's result is returned: the program may repeat a cast to more bits for
+        # each use, and only the matmul's result is common to all uses.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in kept_arrays.ELEMENTWISE
@@ -434,9 +434,10 @@ def _is_saved_rotated(result: Value, program: Program) -> bool:
 
 
 def _made_of(result: Value) -> dict[int, Value]:
-    """Return a norm's result, and the arrays computed from it by primitives of a rotation.
+    """Return a dict with a norm's result, and with all arrays computed from it as in a rotation.
 
-    The keys of the dict are the identities (`id`) of the arrays.
+    All primitives that compute these arrays are in `STEPS`, the primitives of a rotation. The keys
+    of the dict are the identities (`id`) of the arrays.
     """
 
     def steps(value: Value) -> list[Value]:

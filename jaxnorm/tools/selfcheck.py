@@ -367,9 +367,9 @@ def _is_differentiated(name: str, array: jax.Array) -> bool:
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the name of the implementation that runs each call of a jaxpr on this platform.
+    """Return the names of the implementations that run the calls of a jaxpr on this platform.
 
-    The names are in the order of the calls.
+    There is one name for each call, in the order of the calls.
     """
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))

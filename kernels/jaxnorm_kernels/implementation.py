@@ -115,8 +115,8 @@ class Results(NamedTuple):
         labels. Its dtype is ``spec.y_dtype``, or ``spec.norm.residual_dtype`` if y is the sum of a
         residual and a norm.
       h: the sum that is normalised, rounded to ``spec.norm.residual_dtype``. y is the norm of the
-        rounded sum. A plain norm has no h. The entry h of its cotangents is an extra cotangent of
-        x, or None.
+        rounded sum. A plain norm has no h. In the cotangents of a plain norm, this field is an
+        extra cotangent of x, or None.
       stats: the row statistics, if ``spec.has_stats`` is True.
       entropy: the entropy of each row, an array ``(rows,)`` in ``spec.y_dtype``.
     """

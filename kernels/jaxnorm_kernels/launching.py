@@ -2,15 +2,15 @@
 
 If an operand of a kernel is a contiguous slice of a larger array, XLA passes an address inside this
 array to the kernel. If the kernel's result becomes a part of a larger array, XLA lets the kernel
-write it there. (XLA calls both a dynamic-slice fusion.) XLA checks that the size of the slice is a
-multiple of 256 bytes, but does not check its offset. So the address of ``x[1:]`` may not be
-aligned. Mosaic's launcher refuses such an address. A Triton kernel, which is compiled for addresses
-that are multiples of 16 bytes, would read at a wrong address.
+write it there. (XLA's name for either case is "dynamic-slice fusion".) XLA checks that the size of
+the slice is a multiple of 256 bytes, but does not check its offset. So the address of ``x[1:]`` may
+not be aligned. Mosaic's launcher refuses such an address. A Triton kernel, which is compiled for
+addresses that are multiples of 16 bytes, would read at a wrong address.
 
 An optimization barrier next to the kernel prevents this fusion: XLA copies the slice before the
-kernel, or copies the result after it. If an array is not a slice, the barrier costs nothing. XLA
-drops it before it assigns buffers, so no copy is made. The barrier prevents no other fusion either,
-because XLA never fuses elementwise work into a kernel.
+kernel, or copies the result after it. If an array is not a slice, the barrier costs nothing: XLA
+drops the barrier before it assigns buffers, and makes no copy. The barrier prevents no other fusion
+either, because XLA never fuses elementwise work into a kernel.
 
 As an experiment, slices that are provably aligned were passed without a copy. This saved at most
 0.4 % of a training step (GPT-2 small and Llama 1B under scan, with and without rematerialisation,

@@ -73,9 +73,9 @@ NO_ROWS: Table = (
 # other operations, no additional launch is needed.
 _SMALL_BYTES = 4 * 2**20
 
-#: Reasons not to run a kernel although it supports the call: if XLA runs the call, it fuses the
-#: call with the operations around it, and the whole program is faster. This was measured in larger
-#: programs (`python -m benchmarks.run stacks blocks`).
+#: Reasons to let XLA run a call that a kernel supports. In these cases, XLA fuses the call with the
+#: operations around it, and the whole program is faster than with the kernel. This was measured in
+#: larger programs (`python -m benchmarks.run stacks blocks`).
 BETTER_FUSED: Table = (
     (
         "its kernels would need a transpose of an axis that is not the last, in and out",

@@ -71,9 +71,10 @@ class Shared:
     def run(self) -> int:
         """Number of rows in a *run*, which is a sequence of consecutive rows of x.
 
-        All runs of x have this number of rows. It is the size of the last entry of `segments`: one
-        axis of x, or several adjacent axes. If the operand is broadcast along these axes, all rows
-        of a run use the same row of the operand. Otherwise, they use consecutive rows of it.
+        All runs of x have this number of rows. It is the size of the last entry of `segments`. This
+        entry stands for one axis of x, or for several adjacent axes. If the operand is broadcast
+        along these axes, all rows of a run use the same row of the operand. Otherwise, they use
+        consecutive rows of it.
         """
         return self.segments[-1][0] if self.segments else 1
 
@@ -108,8 +109,8 @@ class NormOptions:
       interleaved: True if a pair of rotated columns is columns 2i and 2i + 1, False if it is
         columns i and `i + rotated / 2`.
       table_rows: how rows of x map to rows of the tables.
-      wide: True if this norm computes in float64 even if none of its own arrays is float64. It does
-        so if another array of the call is float64.
+      wide: True if this norm is one of the two norms of a call that computes in float64. The norm
+        then computes in float64, too, even if none of its own arrays is float64.
       scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter. It is 1
         for a parameter ``(cols,)``, which all rows of x share, and n for a parameter ``(n, cols)``.
         Each of these n rows is shared by ``rows / n`` consecutive rows of x.
@@ -246,9 +247,9 @@ class Spec:
       outputs: names of results and statistics. The forward pass returns them, the tangent pass
         returns their tangents, and the backward pass takes their cotangents. If "y" is not in
         `outputs`, the caller uses only the sum h. The forward pass of the xla implementation then
-        skips the norm, and the backward pass takes only the cotangent of h. A plain norm has no h.
-        If its `outputs` contain "h", the tangent pass returns the tangent of x in place of the
-        tangent of h. The backward pass takes an extra cotangent of x and adds it to dx.
+        skips the norm, and the backward pass takes only the cotangent of h. A plain norm has no sum
+        h. If its `outputs` contain "h", this name stands for x: the tangent pass also returns the
+        tangent of x, and the backward pass takes an extra cotangent of x and adds it to dx.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
         requested (direction ``"bwd"``). A kernel may also return other gradients. A forward pass
@@ -506,7 +507,7 @@ class Spec:
 
     @functools.cached_property
     def scale_floor(self) -> float | None:
-        """The minimum that replaces a smaller |scale + scale_offset|; None for no minimum."""
+        """Lower limit of |scale + scale_offset|, or None. The limit replaces smaller magnitudes."""
         if self.norm.saved == "input" or self.norm.scale_dtype is None:
             return None
         return _SCALE_FLOOR.get(self.y_dtype.name)

@@ -198,8 +198,8 @@ def cotangent_of_logits(y, d, total, logits: tl.constexpr):
 
     dz is y * (d - total) for softmax, and d - exp(y) * total for log_softmax. `total` has the total
     of each row, as computed by `total_of`. Excluded elements have y = 0, or exp(y) = 0 for
-    log_softmax. The product with this 0 is not computed there but set to 0, because the total may
-    be NaN, and 0 * NaN would be NaN.
+    log_softmax. For excluded elements, the product of this 0 and the total is not computed but set
+    to 0: the total may be NaN, and 0 * NaN would be NaN.
     """
     multiple = tl.exp(y) * total if logits.log else y * (d - total)
     if logits.drops or logits.drops_zeros:

@@ -177,10 +177,9 @@ def over_blocks(
 ):
     """Add all blocks of a tile's rows to the sums of each thread, and return the sums.
 
-    `counts` is a mask of the rows whose results are computed. If it is False for all rows of the
-    tile, nothing needs the sums, so the blocks that lie entirely inside the rows are skipped. The
-    other blocks are at the ends of the rows. They are added in any case, because the code that adds
-    them is not part of the loop.
+    A loop adds the blocks that lie entirely inside the rows. `counts` is a mask of the rows whose
+    results are computed. If it is False for all rows of the tile, the sums are not needed, and the
+    loop is skipped. The blocks at the ends of the rows are always added, outside of the loop.
 
     ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds one block to the sums.
     `first` is the number of elements from the start of the first block to the start of this block.

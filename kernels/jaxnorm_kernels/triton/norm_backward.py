@@ -12,8 +12,8 @@ For RMSNorm, mean and c1 are 0 in these formulas.
 With an activation after the norm, the backward pass starts from the saved input. It recomputes the
 norm's result n = xh * G + bias, and sets d = dy * activation'(n).
 
-The input of the norm may have an extra cotangent dh. Before dx is rounded, dh is added to it. If
-the input of the norm is h = residual + branch_scale * x, let t be the gradient of h:
+The input of the norm may have an extra cotangent dh. Then dh is added to dx before dx is rounded.
+If the input of the norm is h = residual + branch_scale * x, let t be the gradient of h:
 
     dresidual = t       dx = branch_scale * t       dbranch_scale = sum_rows(t x)
 
@@ -24,10 +24,10 @@ norm, x * A takes the place of x in these formulas, and they give dt, the gradie
     y = norm(x) A     dgate = dy xh G A'
     y = norm(x A)     dgate = dt x A'           dx = dt A
 
-As in the forward pass, |G| is replaced by a minimum (`Spec.scale_floor`) if it is smaller, and the
-bias is rounded to y's dtype. If y may have lost information about xh, because of a bias or a very
-small G, |xh| is clipped to its true bound sqrt(N). |y| is clipped to the largest finite number
-(`Spec.y_limit`).
+As in the forward pass, the bias is rounded to y's dtype, and |G| has a lower limit: if it is
+smaller than `Spec.scale_floor`, it is replaced by `Spec.scale_floor`. If y may have lost
+information about xh, because of a bias or a very small G, |xh| is clipped to its true bound
+sqrt(N). |y| is clipped to the largest finite number (`Spec.y_limit`).
 
 Each program loops over some of the rows and adds up their dscale and dbias in registers. The sums
 of the programs are added outside the kernel in a fixed order. If rows are too wide for these sums

@@ -16,12 +16,13 @@ the mean, then for the variance. For short rows, persistent programs may loop ov
 prefetch the next ones.
 
 Wider rows are loaded twice, one block of columns after another: first for the statistics, then for
-y. If the norm's input is a sum h, the second pass loads the stored h. For the variance, let k be
-the number of columns before a block, mean their mean, and M their sum of squared deviations from
-it. The block has n columns, the mean m_b, and the sum M_b of squared deviations from m_b. They are
-merged as follows (Chan, Golub, LeVeque 1979):
+y. If the norm's input is a sum h, the second pass loads the stored h. For the variance, the
+statistics of each block are merged with the statistics of all columns before the block. The k
+columns before the block have the mean m, and M is the sum of their squared deviations from m. The n
+columns of the block have the mean m_b, and M_b is the sum of their squared deviations from m_b. All
+k + n columns have the mean m' and the sum M' (Chan, Golub, LeVeque 1979):
 
-    mean' = mean + (m_b - mean) n / (k + n)     M' = M + M_b + (m_b - mean)^2 k n / (k + n)
+    m' = m + (m_b - m) n / (k + n)     M' = M + M_b + (m_b - m)^2 k n / (k + n)
 
 The formula E[x^2] - E[x]^2 would need less arithmetic, but its terms may cancel.
 """

@@ -144,8 +144,8 @@ class Line:
       share: the maximum number of elements in a tile of several rows. Short rows share a tile if at
         least two of them fit into this number of elements. 0 if each tile has a single row.
       stages: the maximum number of tiles that a persistent program has in flight. In a forward
-        pass, a line whose `stages` is above 1 is only for norms that have no operand of x's shape
-        but x.
+        pass, a line whose `stages` is above 1 is only for norms whose only operand of x's shape is
+        x itself.
       hold_params: as in `Schedule`; only for the backward pass of a norm.
       looped: True if a program loads a row tile by tile and never holds all of it.
       mean: True if the line is only for norms that subtract a mean, False if it is only for other
@@ -203,10 +203,10 @@ SOFTMAX_FORWARD = (
     # twice. The second load hits the L2 cache, which has room for all rows that are being
     # processed.
     #
-    # This line is for unaligned rows, in which each value needs a separate address. Two other
-    # schedules were timed for 50257 columns (GPT-2). The schedule of the next line takes 1.25 times
-    # as long, because a thread has 16 values instead of 8, and registers spill. A schedule like
-    # this line's, but with 32 warps, takes 1.09 times as long.
+    # This line is for unaligned rows, in which each value needs a separate address. With the
+    # schedule of the next line, 50257 columns (GPT-2) would take 1.25 times as long as with this
+    # line, because a thread would have 16 values instead of 8, and registers would spill. With 32
+    # warps instead of 16, they would take 1.09 times as long as with this line.
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True, itemsize=2),
     # With the schedule of the next line, 128256 columns (Llama 3) would take 1.08 times as long as
     # with this line.
@@ -233,8 +233,8 @@ SOFTMAX_BACKWARD = (
     # With the schedule of the next line, 4096 causal columns would take 1.09 times as long as with
     # this line.
     Line(6144, warps=8, per_sm=4),
-    # With the schedule of the last line of this table, 8192 columns of 16 bits would take 1.22
-    # times as long as with this line.
+    # With the schedule of the next line, 8192 columns of 16 bits would take 1.22 times as long as
+    # with this line.
     Line(8192, warps=16, per_sm=2),
     # An SM runs one program at a time, so that the second load of y and dy hits the L2 cache: it
     # has room for one row of each array per SM. The program has 32 warps. With 16, registers would
@@ -254,12 +254,12 @@ SOFTMAX_BIAS_BACKWARD = (
     # With the schedule of the next line, 4096 columns would take 1.08 times as long as with this
     # line.
     Line(4096, warps=8, per_sm=2, stages=2),
-    # With the schedule of the last line of this table, 8192 columns would take 1.32 times as long
-    # as with this line.
+    # With the schedule of the next line, 8192 columns would take 1.32 times as long as with this
+    # line.
     Line(8192, warps=16, per_sm=1, stages=2),
-    # For longer rows, a program processes only one tile of each row, because its registers have
-    # room for the sums of only one tile. The gradient depends on the totals of whole rows. An
-    # earlier kernel computes these totals.
+    # For longer rows, a program processes only one tile of each row. Its registers have room for
+    # the bias gradient of only one tile. Such a program cannot compute the totals of whole rows, on
+    # which the gradients depend. So an earlier kernel computes these totals.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
@@ -287,8 +287,8 @@ NORM_FORWARD = (
     # next line is slower than this line, too: a call with two norms of 5376 columns would take 1.13
     # times as long, and LayerNorm of 5120 columns 1.47 times as long.
     Line(6144, warps=8, per_sm=4, values=4),
-    # With the schedule of the last line of this table, LayerNorm of 12288 columns would take 1.26
-    # times as long as with this line.
+    # With the schedule of the next line, LayerNorm of 12288 columns would take 1.26 times as long
+    # as with this line.
     Line(16384, warps=16, per_sm=2, values=4),
     # For rows of more than 16384 columns. A thread has 8 values of a tile. With 16, registers
     # would spill if the call has a residual. Without a residual, 16 values would take only 0.84
@@ -320,12 +320,13 @@ NORM_BACKWARD = (
     # This line is only for RMSNorm. Registers hold all sums but not the scale, which is loaded from
     # the L1 cache. Rows of 8193 to 12288 columns, to which this line applies, were not timed.
     Line(12288, warps=16, per_sm=1, hold_params=False, mean=False),
-    # With this line, 64 to 128 bytes per thread spill. With the last line of this table, rows would
-    # be loaded twice, and 16384 columns would take 1.33 to 1.52 times as long as with this line.
+    # With this line, 64 to 128 bytes per thread spill. With the schedule of the next line, rows
+    # would be loaded twice, and 16384 columns would take 1.33 to 1.52 times as long as with this
+    # line.
     Line(16384, warps=32, per_sm=1, values=16, hold_params=False, mean=False),
-    # A program processes only one piece of each row, because its registers have room for the sums
-    # of only one piece. dx depends on means over whole rows. An earlier kernel computes these
-    # means.
+    # A program processes only one piece (a range of columns) of each row. Its registers have room
+    # for the parameters' gradients of only one piece. Such a program cannot compute the means over
+    # whole rows, on which dx depends. So an earlier kernel computes these means.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 

@@ -261,15 +261,18 @@ def _softmax_bwd_looped(
 class Programs:
     """How the work on the gradient of a bias is divided among programs.
 
-    A program processes a block of columns, a tile of the bias's rows, and some of the rows of x
-    that share these rows of the bias.
+    A program processes a block of columns. It loops over tiles of consecutive rows of x. All tiles
+    of a program use the same rows of the bias. Either all rows of a tile use a single row of the
+    bias, or each row of a tile uses another one.
 
     Attributes:
       col_blocks: the number of blocks into which the columns are divided.
-      bias_tiles: the number of tiles into which the rows of the bias are divided.
-      splits: the rows of x that share a row of the bias are divided among this many programs.
+      bias_tiles: the number of parts into which the rows of the bias are divided. A program
+        processes only rows of x that use the rows of one part.
+      splits: the number of programs among which the rows of x that share a row of the bias are
+        divided.
       each: for each row of the bias, the number of rows of x that one program processes.
-      tile_shares: True if all rows of x in a tile use the same row of the bias, False if each of
+      tile_shares: True if all rows of a tile of x use the same row of the bias, False if each of
         them uses a different row of the bias.
     """
 
@@ -387,8 +390,9 @@ def _softmax_bwd_bias(
 ):
     """Store dx = scale * dz, and sums of dz for the gradient of the bias.
 
-    `sharing` rows of x use the same row of the bias, and the gradient of this row is the sum of
-    their dz. A program processes `each` of the `sharing` rows, and stores the sum of their dz.
+    The gradient of a row of the bias is the sum of dz over all rows of x that use this row of the
+    bias. `sharing` is the number of these rows of x, and `each` is the number of them that one
+    program processes. The program stores the sum of dz over its rows.
 
     If a program holds whole rows, it computes their totals (see `logits.term_of_total`) itself, and
     `total_ptr` is None. Otherwise, it loads the totals.

@@ -1,4 +1,6 @@
-"""Cross-entropy, and the log-probability of a label with the row's entropy, over ``spec.axes``.
+"""Cross-entropy; and a label's log-probability together with the entropy of the row.
+
+Both are computed over ``spec.axes``.
 
 Cross-entropy
 -------------

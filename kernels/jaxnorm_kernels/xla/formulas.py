@@ -20,7 +20,7 @@ class Formulas(NamedTuple):
     """The forward pass, backward pass and tangent of an operation; see `Implementation`.
 
     Some operations use the tangent and the backward pass of another operation, which
-    `Operation.derivative` names. They have only a forward pass here.
+    `Operation.derivative` names. For such an operation, this class has only the forward pass.
 
     The backward pass is linear in the cotangents, so the tangent can be computed as its transpose.
     This is the default. On a CPU, XLA may fuse this transpose badly, so an operation may have a
@@ -41,9 +41,9 @@ class Formulas(NamedTuple):
         given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
         of_backward = spec.replaced(direction="bwd")
         if spec.norm.residual_dtype is not None:
-            # The tangent is the transpose of the backward pass, so the backward pass must be
-            # linear. Rounding is not linear. So do not round the gradient of h to the residual's
-            # dtype.
+            # Below, the backward pass is transposed, so it must be a linear function. Rounding the
+            # gradient of h to the residual's dtype would not be linear. Therefore, this gradient is
+            # not rounded.
             of_backward = of_backward.replaced(residual_dtype=spec.compute_dtype)
 
         def gradients(cotangents: Results) -> dict[str, jax.Array]:

@@ -18,8 +18,9 @@ second sum adds the lane's elements, except for the label:
     others = sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
 For the second sum, the label's lane is gathered from each row, and only its elements are compared
-with the label. Lanes are short, because gathers are slow. Both formulas add the same terms. As no
-term is negative, their order hardly matters for the accuracy.
+with the label. The divisor is chosen so that lanes are short, because the gather takes time for
+each element of a lane. Both formulas add the same terms. As no term is negative, their order hardly
+matters for the accuracy.
 
 On a CPU, exponentials take two thirds of the time of the loss and its gradient. To compute them
 only once, the forward pass and the backward pass use the same formula for an array e. In a program
@@ -62,8 +63,8 @@ Scale = float | jax.Array
 def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
     """Return the scale of a call's logits: a static number, or an array.
 
-    The array is `operand`, the operand `logits_scale` of the call. It has one number for each row.
-    In the result, the normalised axes are added with size 1.
+    `operand` is the call's operand `logits_scale`, an array with one number for each row, or None.
+    If it is an array, the result has additional axes of size 1 in place of the normalised axes.
     """
     if operand is None:
         return spec.logits.logits_scale

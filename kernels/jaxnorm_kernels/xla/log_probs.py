@@ -30,9 +30,9 @@ from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, time
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
-# The cotangents of the labels are added to the gradient by one of two methods: a comparison of
-# every column with every label, or a scatter. The scatter is used if a row has more labels than
-# this number and is not sharded.
+# Each label adds its cotangent a_i to one column of the gradient (see the module docstring). This
+# is done by one of two methods: a comparison of every column with every label, or a scatter. The
+# scatter is used if a row has more labels than this number and is not sharded.
 _COMPARED = 32
 
 

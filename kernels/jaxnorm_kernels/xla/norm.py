@@ -32,11 +32,11 @@ of dx gives dt, the gradient of t:
     y = xh G A       dx as above        dgate = dy xh G A'
     y = th G         dx = dt A          dgate = dt x A'
 
-The backward pass from the output does not need the mean. Its c2 needs no division by G, because G
-cancels. Three measures keep it accurate:
+The backward pass from the output does not need the mean. It computes c2 without a division by G,
+because d G xh = d z. Three measures keep this backward pass accurate:
 
-* In the forward pass, |G| is replaced by a minimum (``Spec.scale_floor``) if it is smaller, so that
-  xh can be recovered from y even if scale is 0.
+* In the forward pass, |G| has a lower limit: if it is smaller than ``Spec.scale_floor``, it is
+  replaced by ``Spec.scale_floor``. So xh can be recovered from y even if scale is 0.
 * The forward and the backward pass use the same bias, rounded to y's dtype.
 * |xh| is clipped to its true bound sqrt(N), and |y| to the largest finite number
   (``Spec.y_limit``).

@@ -148,9 +148,8 @@ def _axes_of_parameter(
 
     The first list is in the order of the parameter's axes. The last axes of the parameter are the
     normalised axes. If groups of rows have separate values, the parameter has additional leading
-    axes. To find the axes of `like` to which these leading axes correspond, leave out the
-    normalised axes of `like`. The last of its other axes, in the same order, are the leading axes
-    of the parameter, as in numpy's broadcasting.
+    axes. If the parameter has n leading axes, they correspond to the last n of the axes of `like`
+    that are not normalised, in the same order, as in numpy's broadcasting.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]
