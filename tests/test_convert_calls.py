@@ -1,4 +1,4 @@
-"""Conversion of models with custom norm classes: ``calls=`` of the three conversions."""
+"""``calls=``, with which the three `convert` functions convert custom norm classes."""
 
 import equinox as eqx
 import flax.linen as nn

@@ -175,7 +175,7 @@ def test_kernels(shape, dtype, before, kernels):
 def test_scales_of_zero(dtype, before):
     """If the scale of a column is 0, y is exactly 0 there, and the scale's gradient is correct.
 
-    No floor replaces the scale, because the input is saved instead of y.
+    The input is saved instead of y, so the backward pass need not divide by the scale.
     """
     x, gate, scale = operands((70, 64), dtype, dtype, "float32")
     scale = scale.at[6].set(0).at[9].set(1e-6)

@@ -168,7 +168,8 @@ def test_the_law(dtype, case):
             for s, b in zip(scale, bias)
         ]
     )
-    magnitude = np.linalg.norm(ref.d * ref.xh, axis=0)  # the size of a sum of independent terms
+    # The typical magnitude of a sum of independent terms.
+    magnitude = np.linalg.norm(ref.d * ref.xh, axis=0)
     measured = np.abs(exact(dscale) - ref.dscale) / (predicted * magnitude)
     assert 0.7 < np.sqrt(np.mean(measured**2)) < 1.4
 

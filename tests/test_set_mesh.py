@@ -189,7 +189,8 @@ def test_a_mesh_without_devices():
 def test_a_mesh_without_devices_on_a_machine_with_one(monkeypatch):
     """On a machine with one device, programs for an `AbstractMesh` with Auto axes can be lowered.
 
-    On several devices, a call may need a partitioning rule, which needs the devices.
+    On a machine with several devices, lowering may fail: a call may need a partitioning rule, and
+    such a rule needs the devices of the mesh.
     """
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))

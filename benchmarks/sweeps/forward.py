@@ -16,9 +16,8 @@ from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
-# Values to try for a ratio of two numbers of thread blocks. The first is the number of small blocks
-# for the last rows (see the module docstring). The second is the number of blocks that the GPU runs
-# at the same time.
+# Values to try for the ratio a / b. There are `a` small thread blocks for the last rows (see the
+# module docstring), and the GPU runs b blocks at the same time.
 _TAILS = (0, 1, 2, 4)
 # The minimum and maximum number of columns per thread.
 _VALUES = (16, 64)

@@ -189,15 +189,15 @@ def _transpose_recomputed(
     return _merge(is_linear, results, [None] * len(known))
 
 
-# One primitive for a tangent pass of f and for the transpose of this pass. Its first two operands
-# are bools that are always true. They delay f's intermediates, which depend on them: XLA must not
-# compute the intermediates before the backward pass. The parameter `awaits` tells the passes apart:
+# One primitive for a tangent pass of f and for the transpose of this pass. The parameter `awaits`
+# tells the passes apart:
 #
 #     awaits=False    (true, true, *arrays, *tangents) -> tangent      the tangent pass
 #     awaits=True     (true, true, *arrays, cotangent) -> cotangents   the transpose
 #
-# With `awaits=True`, a barrier makes the two bools wait for the cotangent. There are two bools
-# because the gradients of `rows` and of `arrays` use separate intermediates (see `recomputed`).
+# XLA must not compute f's intermediates before the backward pass. So they depend on the first two
+# operands, which are bools that are always true. In the transpose, a barrier makes the bools wait
+# for the cotangent, and so the intermediates wait for it, too. There are two bools because the gradients of `rows` and of `arrays` use separate intermediates (see `recomputed`).
 # `groups` has a number for each tangent: 0 for a tangent of `rows`, which uses the first bool, and
 # 1 for a tangent of `arrays`, which uses the second bool.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)

@@ -1,14 +1,13 @@
 """Backward passes of LayerNorm and RMSNorm, from the saved output or the saved input.
 
-For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy (c1 is absent in
-RMSNorm):
+For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy:
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-xh is the normalised input. If an activation follows the norm, the backward pass starts from the
+xh is the normalised input. RMSNorm has no mean, so c1 = 0. If an activation follows the norm, the backward pass starts from the
 saved input. It recomputes the activation's argument n = xh * G + bias, and d is
 dy * activation'(n).
 

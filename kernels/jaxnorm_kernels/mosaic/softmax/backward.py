@@ -9,8 +9,8 @@ z = scale * x + bias are the logits. With d = dy, and sums over the row:
 
 If y is rounded to 16 bits, its sum may differ from 1, so the kernel computes it and divides by it
 (`Spec.renormalises`). Otherwise, the division by sum(y) is left out. If the bias has one value per
-row, its gradient is the sum of dz over the row. This sum follows from the sums of d, d * y and y.
-Here, sum(y) is the true sum, which may differ from 1 by rounding errors:
+row, its gradient is the sum of dz over the row. This sum follows from other sums. Because of
+rounding errors, sum(y) or sum(exp(y)) may differ from 1:
 
     softmax       sum(dz) = sum(d y) (1 - sum(y))       if dz was not divided by sum(y)
                   sum(dz) = 0                           if it was
