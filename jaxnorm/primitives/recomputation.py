@@ -197,9 +197,10 @@ def _transpose_recomputed(
 #
 # XLA must not compute f's intermediates before the backward pass. So they depend on the first two
 # operands, which are bools that are always true. In the transpose, a barrier makes the bools wait
-# for the cotangent, and so the intermediates wait for it, too. There are two bools because the gradients of `rows` and of `arrays` use separate intermediates (see `recomputed`).
-# `groups` has a number for each tangent: 0 for a tangent of `rows`, which uses the first bool, and
-# 1 for a tangent of `arrays`, which uses the second bool.
+# for the cotangent, and so the intermediates wait for it, too. There are two bools because the
+# gradients of `rows` and of `arrays` use separate intermediates (see `recomputed`). `groups` has a
+# number for each tangent: 0 for a tangent of `rows`, which uses the first bool, and 1 for a tangent
+# of `arrays`, which uses the second bool.
 _recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
 
 

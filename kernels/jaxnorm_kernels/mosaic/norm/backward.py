@@ -7,9 +7,9 @@ For a row of N elements, with G = scale + scale_offset, r = rstd and d = dy:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-xh is the normalised input. RMSNorm has no mean, so c1 = 0. If an activation follows the norm, the backward pass starts from the
-saved input. It recomputes the activation's argument n = xh * G + bias, and d is
-dy * activation'(n).
+xh is the normalised input. RMSNorm has no mean, so c1 = 0. If an activation follows the norm, the
+backward pass starts from the saved input. It recomputes the activation's argument n = xh * G +
+bias, and d is dy * activation'(n).
 
 As in the forward pass, |G| has a lower limit (`Spec.scale_floor`), and the bias is rounded to y's
 dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y| to the largest
