@@ -6,7 +6,8 @@ multiplied by values that are computed from the other distribution.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from jaxnorm.tools import kept_arrays, loss_advice
@@ -21,7 +22,7 @@ _STEPS = {
 _REDUCTIONS = ("reduce_", STACKED)
 _ALONE = {"convert_element_type", "exp", "log", "neg", "stop_gradient", *NAMING}
 
-#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice.COMMON`.
 PRIMITIVES = {"reduce_max", "reduce_sum", "select_n", "sub", "exp", "log"}
 
 
@@ -64,8 +65,8 @@ def divergences(program: Program) -> Iterator[Advice]:
         if found is None or id(found.student) in done:
             continue
         done.add(id(found.student))
-        whole, linear = _of_logits(found, program), _of_linear(found, program)
-        yield whole if linear is None or whole.saves >= linear.saves else linear
+        both = _of_logits(found, program), _of_linear(found, program)
+        yield max(filter(None, both), key=attrgetter("saves"))
 
 
 def _found(exponentials: Value) -> _Divergence | None:
@@ -83,10 +84,8 @@ def _found(exponentials: Value) -> _Divergence | None:
         id(logits): (logits, factor)
         for value in own.values()
         if value is not student
-        for operand in value.operands
-        if operand.size == value.size
-        and id(origin(operand)) not in own
-        and not kept_arrays.is_spread(operand)
+        for operand in value.whole_operands
+        if id(origin(operand)) not in own
         for logits, factor in [_logits_of(origin(operand))]
     }
     if len(others) != 1:
@@ -101,7 +100,7 @@ def _found(exponentials: Value) -> _Divergence | None:
         return None
     if not any(v.made_by == "exp" and not v.is_active for v in inside):
         return None
-    if not all(_is_inside(v, region) for v in inside):
+    if not _is_used_only_by(region, inside):
         return None
     options = "" if abs(scale - 1) < 1e-3 else f", logits_scale={scale:g}"
     return _Divergence(student, teacher, inside, exponentials.source, options)
@@ -116,13 +115,14 @@ def _region(logits: Sequence[Value]) -> dict[int, Value]:
     return reached(logits, lambda v: [t for t in v.users if t.size == size and t.made_by in _STEPS])
 
 
-def _is_inside(value: Value, region: dict[int, Value]) -> bool:
-    """Return True if an array is used only by arrays in `region` and by reductions.
+def _is_used_only_by(region: dict[int, Value], values: Iterable[Value]) -> bool:
+    """Return True if `values` are used only by arrays in `region` and by reductions.
 
     `region` is a dict of the arrays of a divergence. Its keys are the identities (`id`) of the
     arrays.
     """
-    return all(id(t) in region or t.made_by.startswith(_REDUCTIONS) for t in value.users)
+    users = kept_arrays.users_outside(values, region)
+    return all(user.made_by.startswith(_REDUCTIONS) for user in users)
 
 
 def _logits_of(value: Value) -> tuple[Value, float]:
@@ -135,7 +135,7 @@ def _logits_of(value: Value) -> tuple[Value, float]:
         first, *others = value.operands
         is_of_row = value.made_by in ("sub", "div") and kept_arrays.number(others[0]) is None
         is_alone = value.made_by in _ALONE and not others
-        if not is_alone and not (is_of_row and kept_arrays.is_spread(others[0])):
+        if not is_alone and not (is_of_row and others[0].is_spread):
             break
         value = origin(first)
     logits, factors = loss_advice.factors_of(value)
@@ -164,15 +164,10 @@ def _of_linear(found: _Divergence, program: Program) -> Advice | None:
         return None
     matmul = student[-1]
     region = {id(v): v for v in [*student, *teacher, *found.inside]}
-    if not all(_is_inside(v, region) for v in region.values()):
+    if not _is_used_only_by(region, region.values()):
         return None
-    members, instead = program.saved_of(region.values()), 0
-    for operand in matmul.operands:
-        no_longer = loss_advice.goes(operand, matmul, program)
-        if operand.is_active and no_longer is None:
-            instead += operand.bytes * matmul.layers
-        elif no_longer is not None and not operand.is_active:
-            members.append(no_longer)
+    frozen, instead = loss_advice.with_gradients(matmul, program)
+    members = [*program.saved_of(region.values()), *frozen]
     how = (
         f"replace the divergence {{at}} and both matmuls before it with jaxnorm.{_LINEAR}(x, "
         f"weight, teacher_x, teacher_weight{found.options}), with reverse=True for "

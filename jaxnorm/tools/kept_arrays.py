@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,10 +21,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
 # Primitives that run an inner program once. Their operands are the inner program's arguments.
-_CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
-}  # fmt: skip
+_CALLS = {"jit", "custom_jvp_call", "custom_vjp_call", "remat2", "shard_map"}
 
 # JAX's new rematerialisation (``jax_remat3``) has its own primitives. Each of them is treated like
 # a primitive of the default rematerialisation. The dict maps the name of the new primitive's class
@@ -32,7 +29,7 @@ _CALLS = {
 _HIGH_LEVEL = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
-    "RematTraced": "checkpoint",
+    "RematTraced": "remat2",
 }
 
 #: The value of `Value.made_by` for an array that a scan stacks from its iterations. (It is not
@@ -96,6 +93,27 @@ class Value:
         If each iteration of a scan computes such an array, this is the size of only one of them.
         """
         return math.prod(self.local) * self.dtype.itemsize
+
+    @functools.cached_property
+    def is_spread(self) -> bool:
+        """True for a broadcast of a smaller array, such as an array with one number per row.
+
+        It is also True for a value that is computed elementwise from such broadcasts and from
+        smaller arrays.
+        """
+        value = origin(self)
+        if value.made_by == "broadcast_in_dim":
+            return True
+        return (
+            value.made_by in ELEMENTWISE
+            and bool(value.operands)
+            and all(v.size < value.size or v.is_spread for v in value.operands)
+        )
+
+    @property
+    def whole_operands(self) -> list["Value"]:
+        """The operands of the same size as this value that are not broadcasts of smaller arrays."""
+        return [v for v in self.operands if v.size == self.size and not v.is_spread]
 
 
 def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -170,7 +188,7 @@ class Graph:
             if name == "scan" and body is not None:
                 results = self._scan(equation, body, operands, layers, source)
             elif name in _CALLS and body is not None and len(body.invars) == len(operands):
-                is_library_s = name in ("jit", "pjit") and _is_library_s(body)
+                is_library_s = name == "jit" and _is_library_s(body)
                 constants = [Value(v.aval, "argument") for v in body.constvars]
                 inside = self._results(
                     body, [*constants, *operands], layers, source or line * is_library_s, line
@@ -282,7 +300,7 @@ def _name(equation: Any) -> str:
 def _body(equation: Any) -> Jaxpr | None:
     high_level = equation.params.get("_prim")
     given = equation.params if high_level is None else vars(high_level)
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for name in ("jaxpr", "call_jaxpr"):
         if name in given:
             body = given[name]
             return getattr(body, "jaxpr", body)
@@ -370,12 +388,27 @@ def users(value: Value) -> Iterator[Value]:
             yield from users(user)
 
 
+def users_outside(values: Iterable[Value], inside: Container[int]) -> list[Value]:
+    """Return the users of `values` that are not in `inside`, a container of identities (`id`)."""
+    return [user for value in values for user in value.users if id(user) not in inside]
+
+
+def copied(value: Value, copying: Container[str] = COPYING) -> Iterator[Value]:
+    """Yield a value, the array that it is a copy of, the array that this is a copy of, and so on.
+
+    A copy is the result of a primitive in `copying`. Each value is yielded as its `origin`.
+    """
+    value = origin(value)
+    yield value
+    while value.made_by in copying:
+        value = origin(value.operands[0])
+        yield value
+
+
 def uncast(value: Value) -> Value:
     """Follow an array back through casts, names and copies; return the original array."""
-    value = origin(value)
-    while value.made_by == "convert_element_type":
-        value = origin(value.operands[0])
-    return value
+    *_, source = copied(value, {"convert_element_type"})
+    return source
 
 
 def number(value: Value) -> float | None:
@@ -383,10 +416,8 @@ def number(value: Value) -> float | None:
 
     The result is None unless `value` is a literal, or the cast, reshape or broadcast of a literal.
     """
-    value = origin(value)
-    while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:
-        value = origin(value.operands[0])
-    return None if value.number is None or np.size(value.number) != 1 else float(value.number)
+    *_, source = copied(value, {"broadcast_in_dim", *COPYING})
+    return None if source.number is None or np.size(source.number) != 1 else float(source.number)
 
 
 def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
@@ -407,15 +438,13 @@ def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
     ]
     if any(batch) or not found:
         return None
-    return next((pair for pair in found if not _is_given(pair[0])), found[0])
+    return next((pair for pair in found if not is_given(pair[0])), found[0])
 
 
-def _is_given(value: Value) -> bool:
+def is_given(value: Value) -> bool:
     """Return True for an argument of the program, a literal, or a copy of either."""
-    value = origin(value)
-    while value.made_by in COPYING:
-        value = origin(value.operands[0])
-    return value.made_by in GIVEN
+    *_, source = copied(value)
+    return source.made_by in GIVEN
 
 
 def is_product(value: Value) -> bool:
@@ -426,28 +455,11 @@ def is_product(value: Value) -> bool:
     if value.made_by in COPYING:
         return is_product(value.operands[0])
     if value.made_by == "add":
-        rest = [v for v in value.operands if v.size == value.size and not is_spread(v)]
+        rest = value.whole_operands
         # The addition of a number is no bias: activations such as softplus and hard_swish add 1.
         is_number = any(v.made_by == "literal" for v in value.operands)
         return len(rest) == 1 and not is_number and is_product(rest[0])
     return False
-
-
-@functools.cache
-def is_spread(value: Value) -> bool:
-    """Return True for a broadcast of a smaller array, such as an array with one number per row.
-
-    The result is also True for a value that is computed elementwise from such broadcasts and from
-    smaller arrays.
-    """
-    value = origin(value)
-    if value.made_by == "broadcast_in_dim":
-        return True
-    return (
-        value.made_by in ELEMENTWISE
-        and bool(value.operands)
-        and all(v.size < value.size or is_spread(v) for v in value.operands)
-    )
 
 
 def is_zeros(value: Value, like: Value) -> bool:
@@ -478,7 +490,7 @@ def ancestors(value: Value, limit: int) -> Iterable[Value]:
 
     def made_of(v: Value) -> Sequence[Value]:
         is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"
-        return v.operands if v is value or v.size < limit or is_copy or is_spread(v) else ()
+        return v.operands if v is value or v.size < limit or is_copy or v.is_spread else ()
 
     return reached([value], made_of).values()
 
@@ -561,7 +573,3 @@ class Program:
         """
         is_there = id(value) in self.by_origin or value.made_by in GIVEN
         return 0 if is_there else value.bytes * value.layers
-
-
-#: A function that finds code to improve in a program. Its docstring shows such code.
-Recogniser = Callable[[Program], Iterator[Advice]]

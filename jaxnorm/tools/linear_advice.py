@@ -20,16 +20,14 @@ def linear_layers(program: Program) -> Iterator[Advice]:
     Any elementwise function with a nonlinear primitive is an activation. The weight may be trained,
     frozen or a constant.
     """
-    for value in program.values:
-        factors = kept_arrays.rows_and_weight(value)
-        advice = None if factors is None else _of_matmul(value, origin(factors[0]), program)
-        if advice is not None:
-            yield advice
-
-
-def clear_caches() -> None:
-    """Clear the caches. Their keys are arrays of one graph, and should not outlive it."""
-    _sources.cache_clear()
+    try:
+        for value in program.values:
+            factors = kept_arrays.rows_and_weight(value)
+            advice = None if factors is None else _of_matmul(value, origin(factors[0]), program)
+            if advice is not None:
+                yield advice
+    finally:  # The cache's keys are arrays of this graph, which would otherwise stay in memory.
+        _sources.cache_clear()
 
 
 def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
@@ -77,7 +75,7 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if value.size != h.size or kept_arrays.is_spread(value):
+        if value.size != h.size or value.is_spread:
             is_alone &= not kept_arrays.is_reduced(value, h.size)
         elif value.made_by in kept_arrays.ELEMENTWISE and not kept_arrays.is_product(value):
             is_nonlinear |= value.made_by in kept_arrays.NONLINEAR
@@ -91,19 +89,16 @@ def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
     """Return True if the arrays between `sources` and h are used only to compute this matmul."""
 
     def before(value: Value) -> list[Value]:
-        made_of = (v for v in map(origin, value.operands) if not kept_arrays.is_spread(v))
-        return [v for v in made_of if id(v) not in sources and v.size == h.size]
+        made_of = [v for v in map(origin, value.operands) if v.size == h.size and not v.is_spread]
+        return [v for v in made_of if id(v) not in sources]
 
     def fits(user: Value) -> bool:
         return user.made_by in kept_arrays.ELEMENTWISE and _is_between(user, sources)
 
     inside = reached([h], before).values()
     inside_or_after = reached(inside, lambda v: filter(fits, v.users))
-    return all(
-        user is matmul or user.made_by == STACKED or id(user) in inside_or_after
-        for value in inside_or_after.values()
-        for user in value.users
-    )
+    users = kept_arrays.users_outside(inside_or_after.values(), inside_or_after)
+    return all(user is matmul or user.made_by == STACKED for user in users)
 
 
 def _is_between(value: Value, sources: Mapping[int, Value]) -> bool:

@@ -6,7 +6,8 @@ multiplication with a one-hot array.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -40,7 +41,7 @@ _OF_CAPS = {
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
-#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice.COMMON`.
 PRIMITIVES = {
     "argmax", "dot_general", "gather", "iota", "one_minus_square", "reduce_max", "reduce_sum",
     "slice",
@@ -85,8 +86,8 @@ def losses(program: Program) -> Iterator[Advice]:
     advice is to use softmax_cross_entropy_with_integer_labels, which saves only the logits.
     """
     for loss in _found(program):
-        whole, linear = _of_logits(loss, program), _of_linear(loss, program)
-        yield whole if linear is None or whole.saves >= linear.saves else linear
+        found = _of_logits(loss, program), _of_linear(loss, program)
+        yield max(filter(None, found), key=attrgetter("saves"))
 
 
 def _of_logits(loss: Loss, program: Program) -> Advice:
@@ -142,7 +143,7 @@ def _plain(value: Value) -> Loss | None:
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
-    is_shifted = shifted.made_by == "sub" and kept_arrays.is_spread(shifted.operands[1])
+    is_shifted = shifted.made_by == "sub" and shifted.operands[1].is_spread
     logits = kept_arrays.uncast(shifted.operands[0] if is_shifted else shifted)
     inside = _inside(logits)
     if not any(v is value for v in inside) or not is_logarithm(value, inside):
@@ -150,7 +151,7 @@ def _plain(value: Value) -> Loss | None:
     one_hots = _one_hots([logits, *inside])
     if not one_hots and not any(t.made_by == "gather" for v in [logits, *inside] for t in v.users):
         return None
-    if not all(_is_for_the_loss(v, inside, _OF_LOGITS) for v in inside):
+    if not _are_for_the_loss(inside, _OF_LOGITS):
         return None
     return _uncapped(Loss(logits, [*inside, *one_hots], value.source, None))
 
@@ -171,23 +172,17 @@ def _uncapped(loss: Loss) -> Loss:
         [logits],
         lambda v: [t for t in v.users if t.size == v.size and t.made_by in _OF_CAPS | _STEPS],
     )
-    inside = {id(v) for v in [*loss.inside, *sliced]}
-    chain = [v for key, v in region.items() if v is not logits and key not in inside]
-    names = (STACKED, *_OF_LOGITS, f"jaxnorm.{loss.ours}" if loss.ours else "gather")
-    if len(factors) != 1 or not all(
-        v.made_by in _OF_CAPS
-        and all(
-            id(t) in region or id(t) in inside or t.made_by.startswith(names) or _is_pick(t)
-            for t in v.users
-        )
-        for v in chain
-    ):
+    after = [*loss.inside, *sliced]
+    chain = [v for v in region.values() if v is not logits and v not in after]
+    is_cap = len(factors) == 1 and all(v.made_by in _OF_CAPS for v in chain)
+    names = (*_OF_LOGITS, f"jaxnorm.{loss.ours}") if loss.ours else _OF_LOGITS
+    if not is_cap or not _are_for_the_loss(chain, names, [*region.values(), *after]):
         return loss
     options = f", with logit_softcap={cap:g}"
     if abs(scale - 1) > 1e-3:
         options += f" and logits_scale={scale:g}"
-    inside_ = [*chain, *sliced, *[v for v in loss.inside if v is not logits]]
-    return dataclasses.replace(loss, logits=logits, inside=inside_, options=options)
+    inside = [*chain, *sliced, *[v for v in loss.inside if v is not logits]]
+    return dataclasses.replace(loss, logits=logits, inside=inside, options=options)
 
 
 def factors_of(value: Value) -> tuple[Value, list[float]]:
@@ -215,10 +210,8 @@ def _inside(logits: Value) -> list[Value]:
     """
 
     def is_step(value: Value) -> bool:
-        same = [v for v in value.operands if v.size == logits.size]
-        rows = [v for v in same if not kept_arrays.is_spread(v)]
         fits = value.made_by in (*_STEPS, *NAMING) and value.size == logits.size
-        return fits and len(rows) == 1
+        return fits and len(value.whole_operands) == 1
 
     _, *inside = reached([logits], lambda v: filter(is_step, v.users)).values()
     return inside
@@ -280,18 +273,17 @@ def _is_pick(user: Value) -> bool:
     return user.made_by == "mul" and any(map(_is_one_hot, map(origin, user.operands)))
 
 
-def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
-    """Return True if a value is used only by the loss and by primitives named in `others`.
+def _are_for_the_loss(
+    values: Sequence[Value], others: tuple[str, ...], inside: Sequence[Value] = ()
+) -> bool:
+    """Return True if values are used only by the loss and by primitives named in `others`.
 
-    `inside` are the arrays of the loss. An operation that uses the value belongs to the loss if its
-    result is in `inside`. A string in `others` is the name of a primitive, or the beginning of the
-    names of several primitives.
+    An operation that uses a value belongs to the loss if its result is in `values` or in `inside`.
+    A string in `others` is the name of a primitive, or the beginning of the names of several
+    primitives.
     """
-    members = {*map(id, inside)}
-    return all(
-        id(user) in members or _is_pick(user) or user.made_by.startswith(others)
-        for user in value.users
-    )
+    users = kept_arrays.users_outside(values, {*map(id, values), *map(id, inside)})
+    return all(_is_pick(user) or user.made_by.startswith(others) for user in users)
 
 
 # --------------------------------------------------------------------- with the linear layer
@@ -312,18 +304,15 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     inside = [*path, *loss.inside]
     function = loss.ours or _FUNCTION
     others = (f"jaxnorm.{function}", STACKED, *NAMING) if loss.ours else _REDUCTIONS
-    if not all(_is_for_the_loss(v, inside, others) for v in inside):
+    if not _are_for_the_loss(inside, others):
         return None
-    members, instead = program.saved_of([*loss.inside, *path]), 0
-    for operand in matmul.operands:
-        if function != _FUNCTION:
-            instead += 0 if _is_saved(operand, program) else operand.bytes * matmul.layers
-            continue
-        no_longer = goes(operand, matmul, program)
-        if operand.is_active and no_longer is None:
-            instead += operand.bytes * matmul.layers
-        elif no_longer is not None and not operand.is_active:
-            members.append(no_longer)
+    members = program.saved_of([*loss.inside, *path])
+    if function == _FUNCTION:
+        frozen, instead = with_gradients(matmul, program)
+        members += frozen
+    else:
+        unsaved = [v for v in matmul.operands if not _is_saved(v, program)]
+        instead = sum(v.bytes for v in unsaved) * matmul.layers
     sliced = ", and slice the matmul's input" * any(map(_is_slice, inside))
     what = "loss" if function == _FUNCTION else "call"
     saved = "only gradients are saved" if function == _FUNCTION else "only its operands are saved"
@@ -345,7 +334,7 @@ def from_matmul(logits: Value) -> list[Value] | None:
         if _is_slice(value) or value.made_by in kept_arrays.COPYING or value.made_by in NAMING:
             value = origin(value.operands[0])
         elif value.made_by == "add":
-            rest = [v for v in value.operands if not kept_arrays.is_spread(v)]
+            rest = [v for v in value.operands if not v.is_spread]
             if len(rest) != 1:
                 return None
             value = origin(rest[0])
@@ -364,13 +353,28 @@ def _is_slice(value: Value) -> bool:
 
 def _is_saved(operand: Value, program: Program) -> bool:
     """Return True if an operand is a saved array, an argument, or a copy of one of these."""
-    value = origin(operand)
-    while id(value) not in program.by_origin and value.made_by in kept_arrays.COPYING:
-        value = origin(value.operands[0])
-    return id(value) in program.by_origin or value.made_by in kept_arrays.GIVEN
+    is_copy = any(id(v) in program.by_origin for v in kept_arrays.copied(operand))
+    return is_copy or kept_arrays.is_given(operand)
 
 
-def goes(operand: Value, matmul: Value, program: Program) -> Value | None:
+def with_gradients(matmul: Value, program: Program) -> tuple[list[Value], int]:
+    """Compare the operands of a matmul with their gradients, which a linear loss saves instead.
+
+    The gradients of frozen operands are not saved. Return two things: the saved arrays of frozen
+    operands that only the matmul uses, and the number of bytes of the gradients that are saved in
+    addition to their operands, because other computations need these.
+    """
+    frozen, instead = [], 0
+    for operand in matmul.operands:
+        saved = _saved_for(operand, matmul, program)
+        if operand.is_active and saved is None:
+            instead += operand.bytes * matmul.layers
+        elif saved is not None and not operand.is_active:
+            frozen.append(saved)
+    return frozen, instead
+
+
+def _saved_for(operand: Value, matmul: Value, program: Program) -> Value | None:
     """Find the saved array that is used only as the operand `operand` of `matmul`.
 
     Return None if the operand is not saved, or if other computations use it as well.

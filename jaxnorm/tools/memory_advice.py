@@ -6,8 +6,7 @@ recognisers in the order in which they run, with the primitives that they depend
 version of JAX renames one of these primitives, these recognisers must be updated.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 from jaxnorm.tools import (
     distillation_advice,
@@ -17,7 +16,7 @@ from jaxnorm.tools import (
     norm_advice,
     softmax_advice,
 )
-from jaxnorm.tools.kept_arrays import NAMING, Advice, Graph, Program, Recogniser, Value, origin
+from jaxnorm.tools.kept_arrays import NAMING, Advice, Graph, Program
 
 
 def saved_twice(program: Program) -> Iterator[Advice]:
@@ -33,54 +32,36 @@ def saved_twice(program: Program) -> Iterator[Advice]:
     Outside of a loop, XLA recomputes such a copy.
     """
     for value in program.saved:
-        made = origin(value)
-        if made.layers > 1 and made.made_by in kept_arrays.COPYING:
-            before = _original(made, program)
-            if before is not None:
-                shown = f"{before.dtype.name}[{','.join(map(str, before.shape))}]"
-                template = (
-                    f"the {made.made_by} {{at}} is saved beside {shown} of "
-                    f"{before.source.partition(' ')[0] or 'an argument'}, of which it is made; put "
-                    "it and what takes it into one jax.checkpoint"
-                )
-                yield Advice(
-                    "jax.checkpoint", made.source, template, [value], 0, made.layers, made.made_by
-                )
+        made, *sources = kept_arrays.copied(value)
+        before = next((v for v in sources if id(v) in program.by_origin), None)
+        if made.layers > 1 and before is not None:
+            shown = f"{before.dtype.name}[{','.join(map(str, before.shape))}]"
+            template = (
+                f"the {made.made_by} {{at}} is saved beside {shown} of "
+                f"{before.source.partition(' ')[0] or 'an argument'}, of which it is made; put "
+                "it and what takes it into one jax.checkpoint"
+            )
+            yield Advice(
+                "jax.checkpoint", made.source, template, [value], 0, made.layers, made.made_by
+            )
 
 
-def _original(copy: Value, program: Program) -> Value | None:
-    """Find the saved array that was reshaped or cast to `copy`; return None if there is none."""
-    while copy.made_by in kept_arrays.COPYING:
-        copy = origin(copy.operands[0])
-        if id(copy) in program.by_origin:
-            return copy
-    return None
-
-
-class Recognised(NamedTuple):
-    """A recogniser, and the names of the primitives that it depends on."""
-
-    find: Recogniser
-    primitives: frozenset[str]
-
-
-_COMMON = {*kept_arrays.COPYING, *kept_arrays.ELEMENTWISE, *NAMING, "broadcast_in_dim", "scan"}
+#: The primitives that all recognisers depend on.
+COMMON = {*kept_arrays.COPYING, *kept_arrays.ELEMENTWISE, *NAMING, "broadcast_in_dim", "scan"}
 
 #: All recognisers, in the order in which they run. An array gets the first advice found for it.
-RECOGNISERS = (
-    Recognised(linear_advice.linear_layers, frozenset({*_COMMON, "dot_general", "random_bits"})),
-    Recognised(norm_advice.gated_sums, frozenset({*_COMMON, "reduce_sum"})),
-    Recognised(norm_advice.norms, frozenset({*_COMMON, "reduce_sum"})),
-    Recognised(norm_advice.activations, frozenset({*_COMMON, "reduce_sum"})),
-    Recognised(norm_advice.rotations, frozenset({*_COMMON, *norm_advice.STEPS})),
-    Recognised(loss_advice.losses, frozenset({*_COMMON, *loss_advice.PRIMITIVES})),
-    Recognised(
-        distillation_advice.divergences,
-        frozenset({*_COMMON, *distillation_advice.PRIMITIVES}),
-    ),
-    Recognised(softmax_advice.softmaxes, frozenset({*_COMMON, *softmax_advice.PRIMITIVES})),
-    Recognised(saved_twice, frozenset(_COMMON)),
-)
+#: Each recogniser is mapped to the primitives that it depends on in addition to `COMMON`.
+RECOGNISERS: dict[Callable[[Program], Iterator[Advice]], set[str]] = {
+    linear_advice.linear_layers: {"dot_general", "random_bits"},
+    norm_advice.gated_sums: {"reduce_sum"},
+    norm_advice.norms: {"reduce_sum"},
+    norm_advice.activations: {"reduce_sum"},
+    norm_advice.rotations: norm_advice.STEPS,
+    loss_advice.losses: loss_advice.PRIMITIVES,
+    distillation_advice.divergences: distillation_advice.PRIMITIVES,
+    softmax_advice.softmaxes: softmax_advice.PRIMITIVES,
+    saved_twice: set(),
+}
 
 
 def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
@@ -91,14 +72,10 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
     """
     program = Program(graph)
     found: dict[int, tuple[Advice, int]] = {}
-    try:
-        for recognised in RECOGNISERS:
-            for one in recognised.find(program):
-                found |= _shared_out(one, program)
-                program.advised.update(found)
-    finally:  # The caches' keys are arrays of this graph, which would otherwise stay in memory.
-        linear_advice.clear_caches()
-        kept_arrays.is_spread.cache_clear()
+    for find in RECOGNISERS:
+        for one in find(program):
+            found |= _shared_out(one, program)
+            program.advised.update(found)
     return found
 
 

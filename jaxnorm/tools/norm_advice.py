@@ -6,7 +6,7 @@ in the traced program, whatever class or function contains them: x is multiplied
 root of a mean of squares.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
@@ -93,14 +93,10 @@ def _gated_branch(h: Value) -> Value | None:
     for operand in h.operands if h.made_by == "add" else ():
         product = kept_arrays.uncast(operand)
         if product.made_by == "mul" and product.size == h.size:
-            whole = [v for v in product.operands if v.size == h.size]
-            branches = [v for v in whole if not kept_arrays.is_spread(v)]
+            branches = product.whole_operands
             is_number = any(v.size == 1 for v in product.operands)
-            if (
-                len(branches) == 1
-                and not is_number
-                and not _is_by_a_root(kept_arrays.uncast(branches[0]))
-            ):
+            is_branch = len(branches) == 1 and not is_number
+            if is_branch and not _is_by_a_root(kept_arrays.uncast(branches[0])):
                 return branches[0]
     return None
 
@@ -159,7 +155,7 @@ def _root(value: Value) -> Value:
     """
     while True:
         value = origin(value)
-        same = [v for v in value.operands if v.size == value.size and not kept_arrays.is_spread(v)]
+        same = value.whole_operands
         # The search goes backwards, and ends when it reaches a matmul. If the program casts the
         # matmul's result to the same number of bits or fewer, the result of the cast is returned.
         # Otherwise, the matmul's result is returned: the program may repeat a cast to more bits for
@@ -190,29 +186,27 @@ def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None
     """
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
-    if made_by == {"mul"} and any(
-        o.size < v.size or kept_arrays.is_spread(o) for v in ends for o in v.operands
-    ):
+    if made_by == {"mul"} and any(o.size < v.size or o.is_spread for v in ends for o in v.operands):
         return None  # The result is an activation, multiplied by another array.
-    if _in_a_row(region):
-        return None
-    for name, (nonlinear, other, result) in _ACTIVATIONS.items():
-        if _nonlinear(region) == {nonlinear} and other in names and made_by == {result}:
+    after = _computed_from(region, lambda v: v.made_by in kept_arrays.NONLINEAR)
+    nonlinear = [v for v in region if v.made_by in kept_arrays.NONLINEAR]
+    if any(id(o) in after for v in nonlinear for o in v.operands):
+        return None  # A nonlinear primitive is applied to the result of another one.
+    for name, (only, other, result) in _ACTIVATIONS.items():
+        if _nonlinear(region) == {only} and other in names and made_by == {result}:
             return name
     return None
 
 
-def _in_a_row(region: Iterable[Value]) -> bool:
-    """Return True if a nonlinear primitive is applied to the result of another one."""
-    after: set[int] = set()
+def _computed_from(region: Iterable[Value], is_first: Callable[[Value], bool]) -> set[int]:
+    """Return the identities (`id`) of the values for which `is_first` returns True, and of all
+    values that are computed from them.
+    """
+    found: set[int] = set()
     for value in region:  # The values are in the order of computation.
-        is_nonlinear = value.made_by in kept_arrays.NONLINEAR
-        is_after = any(id(v) in after for v in value.operands)
-        if is_nonlinear and is_after:
-            return True
-        if is_nonlinear or is_after:
-            after.add(id(value))
-    return False
+        if is_first(value) or any(id(v) in found for v in value.operands):
+            found.add(id(value))
+    return found
 
 
 def _region(root: Value) -> list[Value]:
@@ -224,12 +218,10 @@ def _region(root: Value) -> list[Value]:
     stack = [root]
     while stack:
         for user in stack.pop().users:
-            same = [
-                v for v in user.operands if v.size == root.size and not kept_arrays.is_spread(v)
-            ]
             of_norm = user.made_by in kept_arrays.ELEMENTWISE - _WAVES
             fits = (of_norm and user.size == root.size) or _is_for_sums(user)
-            if fits and id(user) not in region and all(id(v) in region for v in same):
+            is_new = id(user) not in region
+            if fits and is_new and all(id(v) in region for v in user.whole_operands):
                 region[id(user)] = user
                 stack.append(user)
     return [v for v in region.values() if v is not root]
@@ -243,8 +235,8 @@ def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
     inside = {id(root), *map(id, region)}
 
     def leaves(value: Value) -> bool:
-        rest = [t for t in value.users if id(t) not in inside]
-        return any(t.made_by not in (STACKED, "reduce_sum", "scan") for t in rest)
+        users = kept_arrays.users_outside([value], inside)
+        return any(t.made_by not in (STACKED, "reduce_sum", "scan") for t in users)
 
     return [v for v in region if leaves(v)]
 
@@ -252,8 +244,8 @@ def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
 def _is_for_sums(reshaped: Value) -> bool:
     if reshaped.made_by != "reshape":
         return False
-    inside = [reshaped, *_region(reshaped)]
-    users = [t for v in inside for t in v.users if t not in inside]
+    inside = {id(v): v for v in (reshaped, *_region(reshaped))}
+    users = kept_arrays.users_outside(inside.values(), inside)
     return bool(users) and all(t.made_by in ("reduce_sum", STACKED) for t in users)
 
 
@@ -261,7 +253,7 @@ def _is_by_a_root(value: Value) -> bool:
     """Return True for a division of each row by the root of a sum over the row, as in a norm."""
     for operand in value.operands:
         operand = origin(operand)
-        if operand.size == value.size and not kept_arrays.is_spread(operand):
+        if operand.size == value.size and not operand.is_spread:
             continue
         made_of = [*kept_arrays.ancestors(operand, value.size)]
         is_of_rows = any(v.made_by == "reduce_sum" and v.size < value.size for v in made_of)
@@ -275,16 +267,13 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     # A norm divides x by the root of a mean of squares. The norm's results are the quotient, and
     # the values that are computed from the quotient. Values before the division, such as a cast of
     # x, are not results, even if operations outside the region use them.
-    normalised: set[int] = set()
-    for value in region:  # The values are in the order of computation.
-        if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
-            normalised.add(id(value))
+    normalised = _computed_from(region, _is_by_a_root)
     out = _leaving(root, region)
     results = [v for v in out if id(v) in normalised]
     activation = _activation(region, results)
     if not results or (activation is None and _nonlinear(region)):
         return None
-    is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
+    is_free = all(t.made_by in _LINEAR for t in kept_arrays.users_outside([root], inside))
     again = _cast_again(results)
     # By the definition of a region, its operands from outside are made from arrays with one number
     # per row or one number per column. If such an operand is as large as x, it is a broadcast of
@@ -346,8 +335,8 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
         return None
     if norm.equation.params["call"].spec.norm.activation is not None:
         return None  # The norm already has an activation.
-    inside = {*map(id, region), *map(id, way)}
-    is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.users)
+    users = kept_arrays.users_outside(way, {*map(id, region), *map(id, way)})
+    is_free = all(user.made_by == STACKED for user in users)
     saved = [program.by_origin[id(v)] for v in region if id(v) in program.by_origin]
     if any(id(v) in program.advised for v in saved):
         return None  # the advice found earlier, for a linear layer, frees more memory
@@ -418,48 +407,23 @@ def _rotated(line: str, members: Sequence[Value], runs: int) -> Advice:
 
 def _is_saved_rotated(result: Value, program: Program) -> bool:
     """Return True if a norm's result is used only by a rotation, and the rotated array is saved."""
-    inside = _made_of(result)
-    for value in inside.values():
-        if value.size != result.size or value.made_by not in ("add", "concatenate", "reshape"):
-            continue
-        way = _way(result, value, inside)
-        names = {v.made_by for v in way}
-        if "mul" in names and names & {"concatenate", "stack"} and names & {"add", "sub"}:
-            casts = [t for t in kept_arrays.users(value) if t.size == value.size]
-            is_saved = any(id(origin(v)) in program.by_origin for v in (value, *casts))
-            before = [result, *[v for v in way if v is not value]]
-            if is_saved and _is_for_it(before, inside):
-                return True
-    return False
-
-
-def _made_of(result: Value) -> dict[int, Value]:
-    """Return a dict with a norm's result, and with all arrays computed from it as in a rotation.
-
-    All primitives that compute these arrays are in `STEPS`, the primitives of a rotation. The keys
-    of the dict are the identities (`id`) of the arrays.
-    """
 
     def steps(value: Value) -> list[Value]:
         return [t for t in value.users if t.made_by in STEPS and t.size <= result.size]
 
-    return reached([result], steps)
-
-
-def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value]:
-    """Return `value`, and all values in the graph that are between a norm's result and `value`.
-
-    `inside` has all values that are computed from the norm's result. A value of `inside` is
-    returned if `value` is computed from it.
-    """
-
     def before(value: Value) -> list[Value]:
         return [v for v in value.operands if id(v) in inside and v is not result]
 
-    return [*reached([value], before).values()]
-
-
-def _is_for_it(values: list[Value], inside: Mapping[int, Value]) -> bool:
-    """Return True if `values` are used only by values in `inside`, the values of a rotation."""
-    users = (user for value in values for user in value.users)
-    return all(id(user) in inside or user.made_by == STACKED for user in users)
+    inside = reached([result], steps)
+    for value in inside.values():
+        if value.size != result.size or value.made_by not in ("add", "concatenate", "reshape"):
+            continue
+        way = [*reached([value], before).values()]  # from the norm's result to `value`
+        names = {v.made_by for v in way}
+        if "mul" in names and names & {"concatenate", "stack"} and names & {"add", "sub"}:
+            casts = [t for t in kept_arrays.users(value) if t.size == value.size]
+            is_saved = any(id(origin(v)) in program.by_origin for v in (value, *casts))
+            users = kept_arrays.users_outside([result, *way[1:]], inside)
+            if is_saved and all(user.made_by == STACKED for user in users):
+                return True
+    return False

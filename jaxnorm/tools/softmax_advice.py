@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
 
-#: Primitives that this module recognises, in addition to `memory_advice._COMMON`.
+#: Primitives that this module recognises, in addition to `memory_advice.COMMON`.
 PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 
 
@@ -115,7 +115,7 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
     if select.made_by != "select_n" or len(select.operands) != 3:
         return [], ""
     predicate, *cases = map(origin, select.operands)
-    fills = [v for v in cases if kept_arrays.is_spread(v) or kept_arrays.number(v) is not None]
+    fills = [v for v in cases if v.is_spread or kept_arrays.number(v) is not None]
     if len(fills) != 1:
         return [], ""
     saved = program.saved_of([predicate])
