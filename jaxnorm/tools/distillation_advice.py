@@ -6,7 +6,7 @@ multiplied by values that are computed from the other distribution.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -59,12 +59,12 @@ def divergences(program: Program) -> Iterator[Advice]:
     With exp(log_q) in place of exp(log_p), the user must pass `reverse=True`. The text of the
     advice mentions this option in both cases.
     """
-    done: set[int] = set()
+    done: set[Value] = set()
     for value in map(origin, program.saved):
         found = _found(value)
-        if found is None or id(found.student) in done:
+        if found is None or found.student in done:
             continue
-        done.add(id(found.student))
+        done.add(found.student)
         both = _of_logits(found, program), _of_linear(found, program)
         yield max(filter(None, both), key=attrgetter("saves"))
 
@@ -81,21 +81,21 @@ def _found(exponentials: Value) -> _Divergence | None:
         return None
     own = _region([student])
     others = {
-        id(logits): (logits, factor)
-        for value in own.values()
+        logits: factor
+        for value in own
         if value is not student
         for operand in value.whole_operands
-        if id(origin(operand)) not in own
+        if origin(operand) not in own
         for logits, factor in [_logits_of(origin(operand))]
     }
     if len(others) != 1:
         return None
-    ((teacher, of_teacher),) = others.values()
+    ((teacher, of_teacher),) = others.items()
     is_alike = teacher.shape == student.shape and not teacher.is_active
     if not is_alike or abs(of_teacher - scale) > 1e-6 * abs(scale):
         return None
     region = _region([student, teacher])
-    inside = [v for v in region.values() if v is not student and v is not teacher]
+    inside = [v for v in region if v is not student and v is not teacher]
     if not loss_advice.is_logarithm(exponentials, inside):
         return None
     if not any(v.made_by == "exp" and not v.is_active for v in inside):
@@ -106,21 +106,14 @@ def _found(exponentials: Value) -> _Divergence | None:
     return _Divergence(student, teacher, inside, exponentials.source, options)
 
 
-def _region(logits: Sequence[Value]) -> dict[int, Value]:
-    """Return the logits and all arrays of their size that are computed elementwise from them.
-
-    The keys of the dict are the identities (`id`) of the arrays.
-    """
+def _region(logits: Sequence[Value]) -> dict[Value, None]:
+    """Return the logits and all arrays of their size that are computed elementwise from them."""
     size = logits[0].size
     return reached(logits, lambda v: [t for t in v.users if t.size == size and t.made_by in _STEPS])
 
 
-def _is_used_only_by(region: dict[int, Value], values: Iterable[Value]) -> bool:
-    """Return True if `values` are used only by arrays in `region` and by reductions.
-
-    `region` is a dict of the arrays of a divergence. Its keys are the identities (`id`) of the
-    arrays.
-    """
+def _is_used_only_by(region: Container[Value], values: Iterable[Value]) -> bool:
+    """Return True if `values` are used only by arrays in `region` and by reductions."""
     users = kept_arrays.users_outside(values, region)
     return all(user.made_by.startswith(_REDUCTIONS) for user in users)
 
@@ -163,11 +156,11 @@ def _of_linear(found: _Divergence, program: Program) -> Advice | None:
     if student is None or teacher is None:
         return None
     matmul = student[-1]
-    region = {id(v): v for v in [*student, *teacher, *found.inside]}
-    if not _is_used_only_by(region, region.values()):
+    region = dict.fromkeys([*student, *teacher, *found.inside])
+    if not _is_used_only_by(region, region):
         return None
     frozen, instead = loss_advice.with_gradients(matmul, program)
-    members = [*program.saved_of(region.values()), *frozen]
+    members = [*program.saved_of(region), *frozen]
     how = (
         f"replace the divergence {{at}} and both matmuls before it with jaxnorm.{_LINEAR}(x, "
         f"weight, teacher_x, teacher_weight{found.options}), with reverse=True for "

@@ -124,16 +124,20 @@ def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sharding.shard_shape(shape))
 
 
-class Graph:
+class Program:
     """The graph of a traced program whose first results are the arrays that a derivative saves.
 
     Attributes:
       values: all arrays that equations compute, in the order of the equations.
       saved: the saved arrays, each once, without arguments, constants and empty arrays.
       outputs: the first results of the program, in order; arrays may occur several times.
+      by_origin: a dict of the saved arrays. The key of a saved array ``v`` is ``origin(v)``. If
+        ``v`` is the result of primitives that only name or copy an array, ``origin(v)`` is that
+        array. Otherwise, it is ``v``.
+      advised: the saved arrays for which advice has been found.
     """
 
-    def __init__(self, traced: Any, count: int, is_active: Sequence[bool] = ()) -> None:
+    def __init__(self, traced: Any, count: int, is_active: Sequence[bool]) -> None:
         """Build the graph of a closed jaxpr whose first `count` results are the saved arrays.
 
         Each result after the first `count` gets a node of its own, which uses the result. The
@@ -145,14 +149,38 @@ class Graph:
         constants = [Value(v.aval, "argument") for v in jaxpr.constvars]
         given = [
             Value(v.aval, "argument", is_active=active)
-            for v, active in zip(jaxpr.invars, [*is_active, *[False] * len(jaxpr.invars)])
+            for v, active in zip(jaxpr.invars, is_active, strict=True)
         ]
         results = self._results(jaxpr, [*constants, *given], 1)
         for value, v in zip(results[count:], jaxpr.outvars[count:]):
             Value(v.aval, "result", [value])
         self.outputs = results[:count]
-        found = {id(v): v for v in self.outputs if origin(v).made_by not in ("argument", "literal")}
-        self.saved = [v for v in found.values() if v.bytes]
+        computed = [v for v in self.outputs if origin(v).made_by not in ("argument", "literal")]
+        self.saved = [v for v in dict.fromkeys(computed) if v.bytes]
+        self.by_origin = {origin(v): v for v in self.saved}
+        self.advised: set[Value] = set()
+
+    def saved_of(self, values: Iterable[Value]) -> list[Value]:
+        """Return the saved arrays among `values` that have no advice yet, each once."""
+        found = [self.by_origin[v] for v in dict.fromkeys(values) if v in self.by_origin]
+        return [v for v in found if v not in self.advised]
+
+    def zeros_like(self, value: Value) -> list[Value]:
+        """Return the saved arrays that are constant and have the same shape as `value`.
+
+        Arrays for which advice has been found already are left out.
+        """
+        zeros = [v for v in self.saved if is_zeros(origin(v), value)]
+        return [v for v in zeros if v not in self.advised]
+
+    def extra_bytes(self, value: Value) -> int:
+        """Return the number of bytes by which the saved arrays grow if a value is saved too.
+
+        The value is counted once per layer. The result is 0 if the value is saved already, or is an
+        argument.
+        """
+        is_there = value in self.by_origin or value.made_by in GIVEN
+        return 0 if is_there else value.bytes * value.layers
 
     def _results(
         self,
@@ -258,18 +286,17 @@ def origin(value: Value) -> Value:
 
 def reached(
     start: Iterable[Value], following: Callable[[Value], Iterable[Value]]
-) -> dict[int, Value]:
-    """Return a dict of all values that can be reached from `start`, in breadth-first order.
+) -> dict[Value, None]:
+    """Return all values that can be reached from `start`, as an ordered set in breadth-first order.
 
-    The keys are the identities (`id`) of the values. `following` returns the next values after a
-    value.
+    The set is a dict whose keys are the values. `following` returns the next values after a value.
     """
-    seen = {id(v): v for v in start}
-    queue = [*seen.values()]
+    seen = dict.fromkeys(start)
+    queue = [*seen]
     for value in queue:  # The list grows during the loop.
-        new = {id(v): v for v in following(value) if id(v) not in seen}
+        new = dict.fromkeys(v for v in following(value) if v not in seen)
         seen |= new
-        queue += new.values()
+        queue += new
     return seen
 
 
@@ -388,9 +415,9 @@ def users(value: Value) -> Iterator[Value]:
             yield from users(user)
 
 
-def users_outside(values: Iterable[Value], inside: Container[int]) -> list[Value]:
-    """Return the users of `values` that are not in `inside`, a container of identities (`id`)."""
-    return [user for value in values for user in value.users if id(user) not in inside]
+def users_outside(values: Iterable[Value], inside: Container[Value]) -> list[Value]:
+    """Return the users of `values` that are not in `inside`."""
+    return [user for value in values for user in value.users if user not in inside]
 
 
 def copied(value: Value, copying: Container[str] = COPYING) -> Iterator[Value]:
@@ -492,7 +519,7 @@ def ancestors(value: Value, limit: int) -> Iterable[Value]:
         is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"
         return v.operands if v is value or v.size < limit or is_copy or v.is_spread else ()
 
-    return reached([value], made_of).values()
+    return reached([value], made_of)
 
 
 # ------------------------------------------------------------------------------------------ advice
@@ -533,43 +560,3 @@ class Advice(NamedTuple):
     @property
     def saves(self) -> int:
         return sum(v.bytes for v in self.members) - self.instead
-
-
-class Program:
-    """A graph with lookup tables. It is the argument of the functions that find code to improve.
-
-    Attributes:
-      values: all arrays that equations compute, in the order of the equations.
-      saved: the arrays that the forward pass saves for the backward pass.
-      by_origin: a dict of the saved arrays. The key of a saved array ``v`` is ``id(origin(v))``.
-        If ``v`` is the result of primitives that only name or copy an array, ``origin(v)`` is that
-        array. Otherwise, it is ``v``.
-      advised: identities of the saved arrays for which advice has been found.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self.values, self.saved = graph.values, graph.saved
-        self.by_origin = {id(origin(v)): v for v in graph.saved}
-        self.advised: set[int] = set()
-
-    def saved_of(self, values: Iterable[Value]) -> list[Value]:
-        """Return the saved arrays among `values` that have no advice yet, each once."""
-        found = {id(v): self.by_origin[id(v)] for v in values if id(v) in self.by_origin}
-        return [v for v in found.values() if id(v) not in self.advised]
-
-    def zeros_like(self, value: Value) -> list[Value]:
-        """Return the saved arrays that are constant and have the same shape as `value`.
-
-        Arrays for which advice has been found already are left out.
-        """
-        zeros = [v for v in self.saved if is_zeros(origin(v), value)]
-        return [v for v in zeros if id(v) not in self.advised]
-
-    def extra_bytes(self, value: Value) -> int:
-        """Return the number of bytes by which the saved arrays grow if a value is saved too.
-
-        The value is counted once per layer. The result is 0 if the value is saved already, or is an
-        argument.
-        """
-        is_there = id(value) in self.by_origin or value.made_by in GIVEN
-        return 0 if is_there else value.bytes * value.layers

@@ -1,7 +1,7 @@
 """Advice to use gated_linear or activation_linear for a linear layer after an activation."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, reached
@@ -33,14 +33,13 @@ def linear_layers(program: Program) -> Iterator[Advice]:
 def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
     sources, is_nonlinear, is_alone = _sources(h)
     # Leave out random bits: the mask of dropout is recomputed from the random key, and not saved.
-    arrays = [s for s in sources.values() if s.made_by != "random_bits"]
+    arrays = [s for s in sources if s.made_by != "random_bits"]
     if not (is_nonlinear and is_alone and len(arrays) in (1, 2)):
         return None
     if not _is_for(matmul, h, sources):
         return None
-    by_origin = program.by_origin.items()
-    between = [v for key, v in by_origin if key not in sources and _is_between(origin(v), sources)]
-    members = [v for v in between if id(v) not in program.advised]
+    between = [v for v in program.by_origin if v not in sources and _is_between(v, sources)]
+    members = program.saved_of(between)
     members += program.zeros_like(h)[: bool(members)]  # some derivatives save an array of zeros
     function = "gated_linear" if len(arrays) == 2 else "activation_linear"
     if function == "gated_linear":
@@ -56,52 +55,50 @@ def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
 
 
 @functools.cache
-def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
+def _sources(h: Value) -> tuple[dict[Value, None], bool, bool]:
     """Return three things about the elementwise operations that compute h.
 
     h is the first operand of a matmul, or an array from which this operand is computed.
 
-    - A dict of the arrays of h's size from which the operations start. The key of an array is its
-      `id`.
+    - The arrays of h's size from which the operations start, as the keys of a dict.
     - True if one of the operations is nonlinear.
     - True if no operand of the operations is computed by a reduction, such as the sum over a row in
       a norm or a softmax.
     """
-    sources: dict[int, Value] = {}
+    sources: dict[Value, None] = {}
     is_nonlinear, is_alone = False, True
-    stack, seen = [h], set()
+    stack, seen = [h], set[Value]()
     while stack:
         value = origin(stack.pop())
-        if id(value) in seen:
+        if value in seen:
             continue
-        seen.add(id(value))
+        seen.add(value)
         if value.size != h.size or value.is_spread:
             is_alone &= not kept_arrays.is_reduced(value, h.size)
         elif value.made_by in kept_arrays.ELEMENTWISE and not kept_arrays.is_product(value):
             is_nonlinear |= value.made_by in kept_arrays.NONLINEAR
             stack += value.operands
         else:
-            sources[id(value)] = value
+            sources[value] = None
     return sources, is_nonlinear, is_alone
 
 
-def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
+def _is_for(matmul: Value, h: Value, sources: dict[Value, None]) -> bool:
     """Return True if the arrays between `sources` and h are used only to compute this matmul."""
 
     def before(value: Value) -> list[Value]:
         made_of = [v for v in map(origin, value.operands) if v.size == h.size and not v.is_spread]
-        return [v for v in made_of if id(v) not in sources]
+        return [v for v in made_of if v not in sources]
 
     def fits(user: Value) -> bool:
         return user.made_by in kept_arrays.ELEMENTWISE and _is_between(user, sources)
 
-    inside = reached([h], before).values()
-    inside_or_after = reached(inside, lambda v: filter(fits, v.users))
-    users = kept_arrays.users_outside(inside_or_after.values(), inside_or_after)
+    inside_or_after = reached(reached([h], before), lambda v: filter(fits, v.users))
+    users = kept_arrays.users_outside(inside_or_after, inside_or_after)
     return all(user is matmul or user.made_by == STACKED for user in users)
 
 
-def _is_between(value: Value, sources: Mapping[int, Value]) -> bool:
+def _is_between(value: Value, sources: dict[Value, None]) -> bool:
     """Return True if an array is computed elementwise, and only from `sources`."""
     own, _, is_alone = _sources(value)
     return bool(own) and is_alone and own.keys() <= sources.keys()

@@ -113,11 +113,11 @@ def _of_logits(loss: Loss, program: Program) -> Advice:
 
 
 def _found(program: Program) -> Iterator[Loss]:
-    done: set[int] = set()
+    done: set[Value] = set()
     for value in map(origin, program.saved):
         loss = _ours(value) or _plain(value)
-        if loss is not None and id(loss.logits) not in done:
-            done.add(id(loss.logits))
+        if loss is not None and loss.logits not in done:
+            done.add(loss.logits)
             yield loss
 
 
@@ -173,10 +173,10 @@ def _uncapped(loss: Loss) -> Loss:
         lambda v: [t for t in v.users if t.size == v.size and t.made_by in _OF_CAPS | _STEPS],
     )
     after = [*loss.inside, *sliced]
-    chain = [v for v in region.values() if v is not logits and v not in after]
+    chain = [v for v in region if v is not logits and v not in after]
     is_cap = len(factors) == 1 and all(v.made_by in _OF_CAPS for v in chain)
     names = (*_OF_LOGITS, f"jaxnorm.{loss.ours}") if loss.ours else _OF_LOGITS
-    if not is_cap or not _are_for_the_loss(chain, names, [*region.values(), *after]):
+    if not is_cap or not _are_for_the_loss(chain, names, [*region, *after]):
         return loss
     options = f", with logit_softcap={cap:g}"
     if abs(scale - 1) > 1e-3:
@@ -213,7 +213,7 @@ def _inside(logits: Value) -> list[Value]:
         fits = value.made_by in (*_STEPS, *NAMING) and value.size == logits.size
         return fits and len(value.whole_operands) == 1
 
-    _, *inside = reached([logits], lambda v: filter(is_step, v.users)).values()
+    _, *inside = reached([logits], lambda v: filter(is_step, v.users))
     return inside
 
 
@@ -238,7 +238,7 @@ def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
         is_of_row = value.size < exponential.size
         return [t for t in value.users if is_of_row and t.made_by in names]
 
-    return any(v.made_by == "log" for v in reached(sums, made_of_rows).values())
+    return any(v.made_by == "log" for v in reached(sums, made_of_rows))
 
 
 def _is_logged(value: Value) -> bool:
@@ -251,14 +251,9 @@ def _is_logged(value: Value) -> bool:
 
 def _one_hots(values: Sequence[Value]) -> list[Value]:
     """Return the one-hot arrays with which `values` are multiplied."""
-    found: dict[int, Value] = {}
-    for value in values:
-        for user in value.users:
-            if user.made_by == "mul":
-                for other in map(origin, user.operands):
-                    if other is not value and _is_one_hot(other):
-                        found[id(other)] = other
-    return [*found.values()]
+    products = [(v, user) for v in values for user in v.users if user.made_by == "mul"]
+    factors = (f for v, product in products for f in map(origin, product.operands) if f is not v)
+    return [*dict.fromkeys(filter(_is_one_hot, factors))]
 
 
 def _is_one_hot(value: Value) -> bool:
@@ -282,7 +277,7 @@ def _are_for_the_loss(
     A string in `others` is the name of a primitive, or the beginning of the names of several
     primitives.
     """
-    users = kept_arrays.users_outside(values, {*map(id, values), *map(id, inside)})
+    users = kept_arrays.users_outside(values, {*values, *inside})
     return all(_is_pick(user) or user.made_by.startswith(others) for user in users)
 
 
@@ -353,7 +348,7 @@ def _is_slice(value: Value) -> bool:
 
 def _is_saved(operand: Value, program: Program) -> bool:
     """Return True if an operand is a saved array, an argument, or a copy of one of these."""
-    is_copy = any(id(v) in program.by_origin for v in kept_arrays.copied(operand))
+    is_copy = any(v in program.by_origin for v in kept_arrays.copied(operand))
     return is_copy or kept_arrays.is_given(operand)
 
 
@@ -382,9 +377,9 @@ def _saved_for(operand: Value, matmul: Value, program: Program) -> Value | None:
     value, user = origin(operand), matmul
     while True:
         others = [t for t in value.users if t is not user and t.made_by != STACKED]
-        if id(value) in program.by_origin:
+        if value in program.by_origin:
             is_for_it = not others and not value.made_by.startswith("jaxnorm.")
-            return program.by_origin[id(value)] if is_for_it else None
+            return program.by_origin[value] if is_for_it else None
         if value.made_by not in kept_arrays.COPYING or others:
             return None
         value, user = origin(value.operands[0]), value

@@ -16,7 +16,7 @@ from jaxnorm.tools import (
     norm_advice,
     softmax_advice,
 )
-from jaxnorm.tools.kept_arrays import NAMING, Advice, Graph, Program
+from jaxnorm.tools.kept_arrays import NAMING, Advice, Program, Value
 
 
 def saved_twice(program: Program) -> Iterator[Advice]:
@@ -33,7 +33,7 @@ def saved_twice(program: Program) -> Iterator[Advice]:
     """
     for value in program.saved:
         made, *sources = kept_arrays.copied(value)
-        before = next((v for v in sources if id(v) in program.by_origin), None)
+        before = next((v for v in sources if v in program.by_origin), None)
         if made.layers > 1 and before is not None:
             shown = f"{before.dtype.name}[{','.join(map(str, before.shape))}]"
             template = (
@@ -64,14 +64,13 @@ RECOGNISERS: dict[Callable[[Program], Iterator[Advice]], set[str]] = {
 }
 
 
-def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
+def advice(program: Program) -> dict[Value, tuple[Advice, int]]:
     """Return a dict: for each saved array, the advice that frees it and the number of freed bytes.
 
-    The keys are the identities (`id`) of the arrays. Arrays that no advice frees are not in the
-    dict. The number of bytes is at most the size of the array.
+    Arrays that no advice frees are not in the dict. The number of bytes is at most the size of the
+    array.
     """
-    program = Program(graph)
-    found: dict[int, tuple[Advice, int]] = {}
+    found: dict[Value, tuple[Advice, int]] = {}
     for find in RECOGNISERS:
         for one in find(program):
             found |= _shared_out(one, program)
@@ -79,15 +78,15 @@ def advice(graph: Graph) -> dict[int, tuple[Advice, int]]:
     return found
 
 
-def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int]]:
+def _shared_out(advice: Advice, program: Program) -> dict[Value, tuple[Advice, int]]:
     """Return, for each array that `advice` frees, the advice and the number of freed bytes.
 
     The number of bytes is the size of the array. If the program then saves other arrays instead,
     their bytes are deducted from the largest freed array. If they are more than the size of that
     array, the rest is deducted from the next largest one, and so on.
     """
-    members = [v for v in advice.members if id(v) not in program.advised]
-    members = sorted({id(v): v for v in members}.values(), key=lambda v: -v.bytes)
+    members = [v for v in dict.fromkeys(advice.members) if v not in program.advised]
+    members.sort(key=lambda v: -v.bytes)
     instead = advice.instead
     if sum(v.bytes for v in members) <= instead:
         return {}
@@ -96,5 +95,5 @@ def _shared_out(advice: Advice, program: Program) -> dict[int, tuple[Advice, int
         in_its_place = min(instead, value.bytes)
         instead -= in_its_place
         if value.bytes > in_its_place:
-            found[id(value)] = advice, value.bytes - in_its_place
+            found[value] = advice, value.bytes - in_its_place
     return found

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.operations import checks
 from jaxnorm.tools import kept_arrays, memory_advice
-from jaxnorm.tools.kept_arrays import Advice
+from jaxnorm.tools.kept_arrays import Advice, Program, Value
 from jaxnorm.tools.text import table
 
 # Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
@@ -139,19 +140,18 @@ class MemoryReport:
 
         The function that reduces the total most comes first.
         """
-        saves: dict[str, int] = {}
+        saves = collections.Counter[str]()
         pieces: dict[str, list[Advice]] = {}
         for sentence, advice in self._advice.items():
-            own = sum(row.saves for row in self.rows if row.advice == sentence)
-            saves[advice.function] = saves.get(advice.function, 0) + own
+            saves[advice.function] += sum(r.saves for r in self.rows if r.advice == sentence)
             pieces.setdefault(advice.function, []).append(advice)
         lines = []
-        for function in sorted(saves, key=lambda function: -saves[function]):
-            places: collections.Counter[str] = collections.Counter()
+        for function, size in saves.most_common():
+            places = collections.Counter[str]()
             for one in pieces[function]:
                 places[one.place] += one.runs
             where = "; ".join(f"{p}, {n} time{'s' * (n > 1)}" for p, n in places.items())
-            line = f"{function} saves {_mib(saves[function])} of {_mib(self.total)} MiB: {where}"
+            line = f"{function} saves {_mib(size)} of {_mib(self.total)} MiB: {where}"
             lines += _wrapped(line, "", "  ")
             at = f"at {pieces[function][0].place}" if len(places) == 1 else "there"
             for template in dict.fromkeys(one.template for one in pieces[function]):
@@ -267,14 +267,14 @@ def memory_report(
         return jax.tree.leaves(backward), returned
 
     traced, (saved, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
-    graph = kept_arrays.Graph(traced, len(saved), [i in moving for i in sorted(arrays)])
-    parts = _parts(residuals, arrays, graph)
-    pieces = memory_advice.advice(graph)
+    program = Program(traced, len(saved), [i in moving for i in arrays])
+    parts = _parts(residuals, arrays, program)
+    pieces = memory_advice.advice(program)
     told: dict[str, Advice] = {}
     groups: dict[_Key, list[int]] = {}  # Values: [bytes, `KeptArray.saves`, count].
-    for value in graph.saved:
-        advice, saves = pieces.get(id(value), (None, 0))
-        made, shape = kept_arrays.origin(value), parts.get(id(value), value.local)
+    for value in program.saved:
+        advice, saves = pieces.get(value, (None, 0))
+        made, shape = kept_arrays.origin(value), parts.get(value, value.local)
         size = math.prod(shape) * value.dtype.itemsize
         sentence = None if advice is None else advice.sentence
         key = shape, value.dtype, made.source or "?", made.made_by, made.layers, sentence
@@ -290,31 +290,28 @@ def memory_report(
 
 def _cotangent(y: Any) -> Any:
     """Return a zero cotangent of a result. For an integer result, its dtype is float0."""
-    if jax.numpy.issubdtype(y.dtype, jax.numpy.inexact):
-        return jax.numpy.zeros_like(y)
-    return np.zeros(y.shape, jax.dtypes.float0)
+    return jnp.zeros_like(y) if _is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
 
 
 def _parts(
-    residuals: Callable[..., Any], arrays: Mapping[int, Any], graph: kept_arrays.Graph
-) -> dict[int, tuple[int, ...]]:
+    residuals: Callable[..., Any], arrays: Mapping[int, Any], program: Program
+) -> dict[Value, tuple[int, ...]]:
     """Return, for each saved array whose sharding XLA chooses, the shape of one device's shard.
 
-    The keys of the dict are the identities (`id`) of the arrays. XLA chooses shardings if
-    arguments, or arrays in the function, are sharded over Auto axes of a mesh; otherwise, the
-    result is empty.
+    XLA chooses shardings if arguments, or arrays in the function, are sharded over Auto axes of a
+    mesh; otherwise, the result is empty.
     """
     shardings = [getattr(a, "sharding", None) for a in arrays.values()]
-    constraints = [v for v in graph.values if v.made_by == "sharding_constraint"]
+    constraints = [v for v in program.values if v.made_by == "sharding_constraint"]
     inside = [v.equation.params.get("sharding") for v in constraints]
     if not any(map(_is_auto, [*shardings, *inside])):
         return {}
-    parts: dict[int, tuple[int, ...]] = {}
+    parts: dict[Value, tuple[int, ...]] = {}
     with contextlib.suppress(ValueError, RuntimeError):  # this machine may lack the mesh's devices
         compiled = jax.jit(lambda arrays: residuals(arrays)[0]).lower(arrays).compile()
-        for value, sharding in zip(graph.outputs, jax.tree.leaves(compiled.output_shardings)):
+        for value, sharding in zip(program.outputs, jax.tree.leaves(compiled.output_shardings)):
             if value.local == value.shape:
-                parts[id(value)] = tuple(sharding.shard_shape(value.shape))
+                parts[value] = tuple(sharding.shard_shape(value.shape))
     return parts
 
 
@@ -355,5 +352,4 @@ def _is_array(a: Any) -> bool:
 
 
 def _is_inexact(a: Any) -> bool:
-    dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
-    return jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+    return jnp.issubdtype(a.dtype, jnp.inexact)

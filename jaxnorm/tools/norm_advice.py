@@ -139,12 +139,12 @@ def rotations(program: Program) -> Iterator[Advice]:
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
     """Yield each array that may be the operand of a norm, and its region (see `_region`)."""
-    done: set[int] = set()
+    done: set[Value] = set()
     for value in program.saved:
         root = _root(value)
-        if id(root) in done:
+        if root in done:
             continue
-        done.add(id(root))
+        done.add(root)
         yield root, _region(root)
 
 
@@ -170,8 +170,8 @@ def _root(value: Value) -> Value:
         value = same[0]
 
 
-def _nonlinear(region: Iterable[Value]) -> set[str]:
-    return {v.made_by for v in region} & kept_arrays.NONLINEAR
+def _nonlinear(region: Iterable[Value]) -> list[Value]:
+    return [v for v in region if v.made_by in kept_arrays.NONLINEAR]
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
@@ -188,24 +188,23 @@ def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None
     made_by = {v.made_by for v in ends}
     if made_by == {"mul"} and any(o.size < v.size or o.is_spread for v in ends for o in v.operands):
         return None  # The result is an activation, multiplied by another array.
-    after = _computed_from(region, lambda v: v.made_by in kept_arrays.NONLINEAR)
-    nonlinear = [v for v in region if v.made_by in kept_arrays.NONLINEAR]
-    if any(id(o) in after for v in nonlinear for o in v.operands):
+    nonlinear = _nonlinear(region)
+    after = _computed_from(region, lambda v: v in nonlinear)
+    if any(after.intersection(v.operands) for v in nonlinear):
         return None  # A nonlinear primitive is applied to the result of another one.
     for name, (only, other, result) in _ACTIVATIONS.items():
-        if _nonlinear(region) == {only} and other in names and made_by == {result}:
+        is_only = {v.made_by for v in nonlinear} == {only}
+        if is_only and other in names and made_by == {result}:
             return name
     return None
 
 
-def _computed_from(region: Iterable[Value], is_first: Callable[[Value], bool]) -> set[int]:
-    """Return the identities (`id`) of the values for which `is_first` returns True, and of all
-    values that are computed from them.
-    """
-    found: set[int] = set()
+def _computed_from(region: Iterable[Value], is_first: Callable[[Value], bool]) -> set[Value]:
+    """Return the values for which `is_first` returns True, and all that are computed from them."""
+    found: set[Value] = set()
     for value in region:  # The values are in the order of computation.
-        if is_first(value) or any(id(v) in found for v in value.operands):
-            found.add(id(value))
+        if is_first(value) or found.intersection(value.operands):
+            found.add(value)
     return found
 
 
@@ -214,17 +213,17 @@ def _region(root: Value) -> list[Value]:
 
     Other operands of these computations have one number per row or per column.
     """
-    region = {id(root): root}
+    region = {root: None}
     stack = [root]
     while stack:
         for user in stack.pop().users:
             of_norm = user.made_by in kept_arrays.ELEMENTWISE - _WAVES
             fits = (of_norm and user.size == root.size) or _is_for_sums(user)
-            is_new = id(user) not in region
-            if fits and is_new and all(id(v) in region for v in user.whole_operands):
-                region[id(user)] = user
+            is_new = user not in region
+            if fits and is_new and all(v in region for v in user.whole_operands):
+                region[user] = None
                 stack.append(user)
-    return [v for v in region.values() if v is not root]
+    return [v for v in region if v is not root]
 
 
 def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
@@ -232,7 +231,7 @@ def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
 
     Uses by sums and by scans do not count.
     """
-    inside = {id(root), *map(id, region)}
+    inside = {root, *region}
 
     def leaves(value: Value) -> bool:
         users = kept_arrays.users_outside([value], inside)
@@ -244,8 +243,8 @@ def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
 def _is_for_sums(reshaped: Value) -> bool:
     if reshaped.made_by != "reshape":
         return False
-    inside = {id(v): v for v in (reshaped, *_region(reshaped))}
-    users = kept_arrays.users_outside(inside.values(), inside)
+    inside = {reshaped, *_region(reshaped)}
+    users = kept_arrays.users_outside(inside, inside)
     return bool(users) and all(t.made_by in ("reduce_sum", STACKED) for t in users)
 
 
@@ -263,13 +262,13 @@ def _is_by_a_root(value: Value) -> bool:
 
 
 def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
-    inside = {id(root), *map(id, region)}
+    inside = {root, *region}
     # A norm divides x by the root of a mean of squares. The norm's results are the quotient, and
     # the values that are computed from the quotient. Values before the division, such as a cast of
     # x, are not results, even if operations outside the region use them.
     normalised = _computed_from(region, _is_by_a_root)
     out = _leaving(root, region)
-    results = [v for v in out if id(v) in normalised]
+    results = [v for v in out if v in normalised]
     activation = _activation(region, results)
     if not results or (activation is None and _nonlinear(region)):
         return None
@@ -278,15 +277,15 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     # By the definition of a region, its operands from outside are made from arrays with one number
     # per row or one number per column. If such an operand is as large as x, it is a broadcast of
     # one of these arrays, or an outer product of two of them.
-    factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
+    factors = {origin(a): None for v in region for a in v.operands if a not in inside}
     freed = [*[v for v in region if v not in out], *again]
-    freed += [a for a in factors.values() if a.size == root.size]
+    freed += [a for a in factors if a.size == root.size]
     if activation is None and is_free and root.made_by not in kept_arrays.GIVEN:
         freed.append(root)
     members = program.saved_of(freed)
     if activation == "relu":
         members += program.zeros_like(results[0])[:1]  # JAX saves an array of zeros for relu
-    results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
+    results = [*dict.fromkeys(v for v in map(_narrowest, results) if v not in again)]
     # A norm of jaxnorm saves its result. A norm with an activation saves its input instead. A
     # GroupNorm always saves an additional, reshaped array.
     its = results if activation is None else [root]
@@ -302,7 +301,7 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     cast = ""
     if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
         cast = f", with dtype={dtypes.pop().name}"
-    first = next(v for v in region if id(v) in normalised)
+    first = next(v for v in region if v in normalised)
     if name == "rms_norm" and _is_saved_rotated(first, program):
         return _rotated(line, members, root.layers)
     how = f"replace the norm {{at}} with jaxnorm.{name}{cast}: only its result is saved"
@@ -319,9 +318,9 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     return Advice(name, line, how, members, instead, root.layers)
 
 
-def _subtracts_mean(root: Value, region: Sequence[Value], inside: set[int]) -> bool:
+def _subtracts_mean(root: Value, region: Sequence[Value], inside: set[Value]) -> bool:
     centred = [v for v in region if v.made_by == "sub"]
-    subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
+    subtracted = [a for v in centred for a in v.operands if a not in inside]
     return any(kept_arrays.is_reduced(a, root.size) for a in subtracted)
 
 
@@ -335,10 +334,9 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
         return None
     if norm.equation.params["call"].spec.norm.activation is not None:
         return None  # The norm already has an activation.
-    users = kept_arrays.users_outside(way, {*map(id, region), *map(id, way)})
+    users = kept_arrays.users_outside(way, {*region, *way})
     is_free = all(user.made_by == STACKED for user in users)
-    saved = [program.by_origin[id(v)] for v in region if id(v) in program.by_origin]
-    if any(id(v) in program.advised for v in saved):
+    if any(program.by_origin.get(v) in program.advised for v in region):
         return None  # the advice found earlier, for a linear layer, frees more memory
     freed = [v for v in region if v not in out] + (way if is_free else [])
     members = program.saved_of(freed)
@@ -379,11 +377,11 @@ def _cast_again(results: Sequence[Value]) -> list[Value]:
 
     jaxnorm's norm returns a single array for all of these casts.
     """
-    seen: set[tuple[int, str]] = set()
+    seen: set[tuple[Value, str]] = set()
     again = []
     for value in results:
         if value.made_by == "convert_element_type":
-            cast = (id(origin(value.operands[0])), value.dtype.name)
+            cast = (origin(value.operands[0]), value.dtype.name)
             if cast in seen:
                 again.append(value)
             seen.add(cast)
@@ -412,17 +410,17 @@ def _is_saved_rotated(result: Value, program: Program) -> bool:
         return [t for t in value.users if t.made_by in STEPS and t.size <= result.size]
 
     def before(value: Value) -> list[Value]:
-        return [v for v in value.operands if id(v) in inside and v is not result]
+        return [v for v in value.operands if v in inside and v is not result]
 
     inside = reached([result], steps)
-    for value in inside.values():
+    for value in inside:
         if value.size != result.size or value.made_by not in ("add", "concatenate", "reshape"):
             continue
-        way = [*reached([value], before).values()]  # from the norm's result to `value`
+        way = [*reached([value], before)]  # from the norm's result to `value`
         names = {v.made_by for v in way}
         if "mul" in names and names & {"concatenate", "stack"} and names & {"add", "sub"}:
             casts = [t for t in kept_arrays.users(value) if t.size == value.size]
-            is_saved = any(id(origin(v)) in program.by_origin for v in (value, *casts))
+            is_saved = any(origin(v) in program.by_origin for v in (value, *casts))
             users = kept_arrays.users_outside([result, *way[1:]], inside)
             if is_saved and all(user.made_by == STACKED for user in users):
                 return True

@@ -88,12 +88,12 @@ def _to_saved(result: Value, program: Program) -> list[Value] | None:
     changes the softmax's axis. The result is then None.
     """
     path = [result]
-    while id(path[-1]) not in program.by_origin:
+    while path[-1] not in program.by_origin:
         users = [v for v in path[-1].users if v.made_by != STACKED]
         casts = all(v.made_by == "convert_element_type" for v in users)
         if not users or (len(users) > 1 and not casts):
             return None
-        copy = next((v for v in users if id(v) in program.by_origin), users[0])
+        copy = next((v for v in users if v in program.by_origin), users[0])
         is_move = copy.made_by in ("reshape", "transpose")
         if not (is_move or casts or copy.made_by in NAMING):
             return None
