@@ -1,26 +1,19 @@
 """check_params: find norms whose gradients would be inaccurate if they saved their output."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
-
-# For each dtype of y, two numbers: half the unit roundoff, and the spacing of subnormal numbers.
-# Half the unit roundoff is about the mean relative rounding error of normal numbers.
-_ROUNDING = {
-    "bfloat16": (2.0**-9, 2.0**-133),
-    "float16": (2.0**-12, 2.0**-24),
-    "float32": (2.0**-25, 2.0**-149),
-    "float64": (2.0**-54, 2.0**-1074),
-}
 
 # save="input" is advised if the predicted relative error of a column's gradient exceeds this limit,
 # which is about the noise of ordinary minibatch gradients.
@@ -99,7 +92,10 @@ class ParamReport:
             "columns": [str(norm.columns) for norm in self.norms],
             "under floor": [str(norm.under_floor) for norm in self.norms],
             "max |bias/scale|": [f"{norm.max_bias_ratio:.2g}" for norm in self.norms],
-            "max partner/scale": [_shown(norm.max_partner_ratio) for norm in self.norms],
+            "max partner/scale": [
+                "" if norm.max_partner_ratio is None else f"{norm.max_partner_ratio:.2g}"
+                for norm in self.norms
+            ],
             "dscale error": [f"{norm.dscale_error:.1e}" for norm in self.norms],
             "verdict": [norm.verdict for norm in self.norms],
         }
@@ -107,35 +103,6 @@ class ParamReport:
             del columns["max partner/scale"]
         lines = [tuple(columns), *zip(*columns.values())]
         return table(lines, left=(0, len(columns) - 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rotation:
-    """The pairs of columns that `rms_norm_rope` rotates.
-
-    Attributes:
-      columns: number of leading columns that are rotated; None for all.
-      interleaved: True if a pair is two adjacent columns, False if it is one column of each half.
-    """
-
-    columns: int | None
-    interleaved: bool
-
-    def partners(self, path: str, columns: int) -> np.ndarray:
-        """Return, for each column, the index of the other column of its pair.
-
-        For a column that is not rotated, this is its own index.
-        """
-        rotated = columns if self.columns is None else self.columns
-        if rotated % 2 or not 0 <= rotated <= columns:
-            raise ValueError(
-                f"check_params: {path} has {columns} columns, and rotated_columns="
-                f"{self.columns}; expected an even number of at most {columns}"
-            )
-        indices = np.arange(columns)
-        pairs = indices[:rotated].reshape((-1, 2) if self.interleaved else (2, -1))
-        indices[:rotated] = pairs[:, ::-1].ravel() if self.interleaved else pairs[::-1].ravel()
-        return indices
 
 
 def check_params(
@@ -218,7 +185,8 @@ def check_params(
     scales = {"scale", "weight", *own, *_OWN_SCALES}
     if rotated_columns is not None:
         rotated_columns = checks.integer(caller, "rotated_columns", rotated_columns, "columns")
-    rotation = _Rotation(rotated_columns, checks.flag(caller, "interleaved", interleaved))
+    interleaved = checks.flag(caller, "interleaved", interleaved)
+    partners = functools.partial(_partners, rotated_columns, interleaved)
     leaves = _flat(params)
     modules = _flat(params, is_leaf=_is_norm)
     of_norms = {path for path, module in modules.items() if _is_norm(module)}
@@ -241,7 +209,7 @@ def check_params(
         path_ = "/".join(parent) or "(root)"
         of_path = [name for name in names if _ends_with(path_, name)]
         found.update(of_path)
-        norms.append(_report(path_, scale, bias, y_dtype, offset, rotation if of_path else None))
+        norms.append(_report(path_, scale, bias, y_dtype, offset, partners if of_path else None))
     for name in names:
         if name not in found:
             known = ", ".join(norm.path for norm in norms) or "none"
@@ -283,7 +251,7 @@ def _report(
     bias: Any,
     y_dtype: np.dtype,
     offset: float,
-    rotation: _Rotation | None,
+    partners: Callable[[str, int], np.ndarray] | None,
 ) -> NormReport:
     g = _host("scale", path, scale) + offset
     b = None if bias is None else _host("bias", path, bias)
@@ -294,12 +262,12 @@ def _report(
         )
     ratio, error = _ratio_and_error(g, b, y_dtype)
     of_partner = None
-    if rotation is not None:
+    if partners is not None:
         if b is not None:
             raise ValueError(
                 f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none"
             )
-        of_partner = _partner_ratio(g, rotation.partners(path, (g.shape or (1,))[-1]), y_dtype)
+        of_partner = _partner_ratio(g, partners(path, (g.shape or (1,))[-1]), y_dtype)
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
@@ -334,6 +302,28 @@ def _ratio_and_error(
         return ratio, _error(scale, np.hypot(1.0, ratio), y_dtype)
 
 
+def _partners(rotated: int | None, interleaved: bool, path: str, columns: int) -> np.ndarray:
+    """Return, for each column of a rotated norm, the index of the other column of its pair.
+
+    For a column that is not rotated, this is its own index.
+
+    Args:
+      rotated: number of leading columns that are rotated; None for all.
+      interleaved: True if a pair is two adjacent columns, False if it is one column of each half.
+      path, columns: path and number of columns of the norm.
+    """
+    count = columns if rotated is None else rotated
+    if count % 2 or not 0 <= count <= columns:
+        raise ValueError(
+            f"check_params: {path} has {columns} columns, and rotated_columns={rotated}; expected "
+            f"an even number of at most {columns}"
+        )
+    indices = np.arange(columns)
+    pairs = indices[:count].reshape((-1, 2) if interleaved else (2, -1))
+    indices[:count] = np.flip(pairs, 1 if interleaved else 0).ravel()
+    return indices
+
+
 def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
     """Return, for each column, the ratio of its partner's |scale| to its own |scale|.
 
@@ -352,7 +342,9 @@ def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarr
 
     `spread` is, for each column, the root mean square of y divided by |scale|.
     """
-    u, quantum = _ROUNDING[y_dtype.name]
+    info = jnp.finfo(y_dtype)
+    # Half the unit roundoff is about the mean relative rounding error of normal numbers.
+    u, quantum = float(info.eps) / 4, float(info.smallest_subnormal)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         subnormal = quantum / (math.sqrt(12) * _carried(scale, y_dtype))
         return np.hypot(0.83 * u * spread, subnormal)
@@ -362,10 +354,6 @@ def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
     """Return |scale| as the forward pass uses it: at least `_floor_of(y_dtype)`."""
     floor = _floor_of(y_dtype)
     return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
-
-
-def _shown(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2g}"
 
 
 def _floor_of(y_dtype: np.dtype) -> float | None:
@@ -396,11 +384,11 @@ def _host(name: str, path: str, value: Any) -> np.ndarray:
 
 
 def _flat(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[_Path, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
-    return {
-        tuple(part for key in path for part in re.split("[./]", _key(key))): leaf
-        for path, leaf in leaves
-    }
+    flat = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        flat[tuple(re.split("[./]", name)) if path else ()] = leaf
+    return flat
 
 
 def _is_norm(node: Any) -> bool:
@@ -415,11 +403,3 @@ def _is_scale(weight: Any, bias: Any, is_in_norm: bool) -> bool:
     if bias is not None or not shape:
         return bool(shape) and np.shape(bias) == shape
     return len(shape) == 1 or is_in_norm
-
-
-def _key(entry: Any) -> str:
-    """Return an entry of a JAX tree path as a string: its dict key, attribute name or index."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)

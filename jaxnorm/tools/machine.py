@@ -1,6 +1,7 @@
 """The report of ``python -m jaxnorm``: versions, devices, implementations, missing extras."""
 
 import ctypes
+import inspect
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,22 +9,18 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
 from jaxnorm_kernels import launching, timings
-from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
 # Shapes of x for which the report lists implementations. `_SHAPE` is the shape of a transformer's
 # activations. `_HEADS` is (batch, length, heads, columns), for functions that process each
 # attention head.
 _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
-# Functions that take a scale but are not in the table of operations.
-_WITH_SCALE = ("rms_norm_linear",)
 
 
 def report() -> str:
@@ -118,16 +115,8 @@ def _choices() -> Iterator[tuple[str, str, str]]:
     If both passes have the same implementation and reason, they share a line.
     """
     for function in functions():
-        # Of the functions that are not in the table, only the functions in _WITH_SCALE take a
-        # scale.
-        op = FUNCTIONS[function].op if function in FUNCTIONS else None
-        operands = OPERATIONS[op].operands if op else ("scale",) * (function in _WITH_SCALE)
-        kinds = {name: OPERANDS[name] for name in operands}
-        shape = _HEADS if "table" in kinds.values() else _SHAPE
-        parameter = jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
-        names = [name for name, kind in kinds.items() if kind == "scale"]
-        parameters: dict[str, Any] = dict.fromkeys(names, parameter)
-        plan = implementation_for(function, shape, _DTYPE, **parameters)
+        is_rotation = "cos" in inspect.signature(getattr(jaxnorm, function)).parameters
+        plan = implementation_for(function, _HEADS if is_rotation else _SHAPE, _DTYPE)
         if plan.forward == plan.backward:
             yield function, "", str(plan.forward)
             continue

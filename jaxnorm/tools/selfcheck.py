@@ -42,9 +42,6 @@ _X = (2, 128, 1000)
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
-_LINEAR_LOSS = "linear_softmax_cross_entropy"
-_LINEAR_LOG_PROB = "linear_log_prob_and_entropy"
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -181,8 +178,8 @@ CASES = (
         {name: _LAYER[name] for name in ("x", "weight")},
         {"activation": "silu"},
     ),
-    Case(_LINEAR_LOSS, references.linear_cross_entropy, _LAYER),
-    Case(_LINEAR_LOG_PROB, references.linear_log_prob_and_entropy, _LAYER),
+    Case("linear_softmax_cross_entropy", references.linear_cross_entropy, _LAYER),
+    Case("linear_log_prob_and_entropy", references.linear_log_prob_and_entropy, _LAYER),
     Case(
         "linear_kl_divergence",
         references.linear_kl_divergence,
@@ -232,10 +229,11 @@ class Outcome:
 
 def run() -> list[Outcome]:
     """Run all cases in all dtypes, and return their outcomes in order."""
-    pairs = [_Pair(case, dtype) for case in CASES for dtype in DTYPES]
+    pairs = [(case, dtype) for case in CASES for dtype in DTYPES]
+    names = [f"{case}, {dtype}" for case, dtype in pairs]
     with _pool() as pool:
         outcomes = pool.map(check, *zip(*pairs))
-        return [outcome for _, outcome in zip(progress(pairs), outcomes)]
+        return [outcome for _, outcome in zip(progress(names), outcomes)]
 
 
 def _pool() -> Executor:
@@ -251,14 +249,6 @@ def _pool() -> Executor:
 def _start(platform: str) -> None:
     """Initialise a worker process so that it raises an error if JAX does not find `platform`."""
     jax.config.update("jax_platforms", platform)
-
-
-class _Pair(NamedTuple):
-    case: Case
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.case}, {self.dtype}"
 
 
 class Operands(NamedTuple):
