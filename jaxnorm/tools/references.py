@@ -146,32 +146,23 @@ def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None 
 
 
 def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Return ``y = norm(h)`` and ``h = x + residual``, and the gradients.
-
-    y is the norm of the rounded h.
-    """
-    h = (given["x"] + given["residual"]).stored(dtype)
-    of = Norm(h, given["scale"], given.get("bias"))
-    y = of.y.stored(dtype)
-    gradients = of.backward(d[0], y)
-    gradients["x"] = gradients["residual"] = gradients["x"] + d[1]
-    return [y, h], _stored(gradients, dtype)
-
-
-def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """Return ``y = norm(h)`` and ``h = residual + gate * x``, and the gradients.
 
-    y is the norm of the rounded h.
+    y is the norm of the rounded h. Without a gate, ``h = residual + x``.
     """
-    x, gate = given["x"], given["gate"]
-    h = (x * gate + given["residual"]).stored(dtype)
+    x, gate = given["x"], given.get("gate")
+    h = ((x if gate is None else x * gate) + given["residual"]).stored(dtype)
     of = Norm(h, given["scale"], given.get("bias"))
     y = of.y.stored(dtype)
     gradients = of.backward(d[0], y)
     dh = gradients["x"] + d[1]
-    of_gate = (dh * x).sum(tuple(range(dh.value.ndim - 1)))
-    gradients |= {"x": dh * gate, "residual": dh, "gate": of_gate}
+    gradients |= {"x": dh, "residual": dh}
+    if gate is not None:
+        gradients |= {"x": dh * gate, "gate": (dh * x).sum(tuple(range(dh.value.ndim - 1)))}
     return [y, h], _stored(gradients, dtype)
+
+
+scaled_add_norm = add_norm  # the operation with a gate
 
 
 def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:

@@ -42,6 +42,9 @@ _X = (2, 128, 1000)
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
+#: A function in `references` that returns the expected results and gradients.
+Reference = Callable[..., Results]
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -57,7 +60,7 @@ class Case:
     """
 
     function: str
-    reference: Callable[..., Results]
+    reference: Reference
     shapes: Mapping[str, tuple[int, ...]]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
@@ -65,8 +68,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.function} {self.note}".rstrip()
 
+    @property
+    def call(self) -> Callable[..., Any]:
+        return functools.partial(getattr(jaxnorm, self.function), **self.options)
 
-def _norm(function: str) -> tuple[Case, ...]:
+
+def _norm(function: str, reference: Reference) -> tuple[Case, ...]:
     """Return the cases of a norm.
 
     A case has all operands that the norm can have. But RMSNorms have no bias here, because it is
@@ -74,21 +81,21 @@ def _norm(function: str) -> tuple[Case, ...]:
     """
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
-        return _rotated_norm(function)
+        return _rotated_norm(function, reference)
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
-    case = Case(function, _reference(function), shapes)
+    case = Case(function, reference, shapes)
     cases, gated = [case], FUNCTIONS[function].gated
     if gated is not None:
-        reference = getattr(references, gated)
-        cases.append(Case(function, reference, shapes | {"gate": _X[-1:]}, note="gate"))
+        of_gated = getattr(references, gated)
+        cases.append(Case(function, of_gated, shapes | {"gate": _X[-1:]}, note="gate"))
     if FUNCTIONS[function].op == "norm":
         cases.append(dataclasses.replace(case, options={"activation": "silu"}, note="silu"))
     return tuple(cases)
 
 
-def _rotated_norm(function: str) -> tuple[Case, ...]:
+def _rotated_norm(function: str, reference: Reference) -> tuple[Case, ...]:
     """Return two cases of a norm with a rotation: of all columns, and of half of the columns."""
     _, length, _, cols = _HEADS
 
@@ -96,15 +103,13 @@ def _rotated_norm(function: str) -> tuple[Case, ...]:
         table = (length, 1, rotated // 2)
         return {"x": _HEADS, "scale": (cols,), "cos": table, "sin": table}
 
-    reference, interleaved = _reference(function), {"interleaved": True}
-    return (
-        Case(function, reference, shapes(cols)),
-        Case(function, reference, shapes(cols // 2), interleaved, note="interleaved, partial"),
+    half = Case(
+        function, reference, shapes(cols // 2), {"interleaved": True}, "interleaved, partial"
     )
+    return Case(function, reference, shapes(cols)), half
 
 
-def _softmax(function: str) -> tuple[Case, ...]:
-    reference = _reference(function)
+def _softmax(function: str, reference: Reference) -> tuple[Case, ...]:
     masked, biased = {"x": _X, "where": (2, 1, _X[-1])}, {"x": _X, "bias": _X[1:]}
     return (
         Case(function, reference, {"x": _X}),
@@ -123,32 +128,21 @@ _LAYER = {
 }
 
 
-def _loss(function: str) -> tuple[Case, ...]:
-    reference, several = _reference(function), FUNCTIONS[function].several
-    if "teacher_logits" not in OPERATIONS[FUNCTIONS[function].op].operands:
-        cases = [Case(function, reference, _LOGITS)]
-        if several is not None:
-            shapes = _LOGITS | {"labels": (_ROWS, 4)}
-            cases.append(
-                Case(function, getattr(references, several), shapes, note="several labels")
-            )
-        return tuple(cases)
-    shapes = dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"])
-    case = Case(function, reference, shapes)
-    return case, dataclasses.replace(case, options={"reverse": True}, note="reverse")
+def _loss(function: str, reference: Reference) -> tuple[Case, ...]:
+    several = FUNCTIONS[function].several
+    if "teacher_logits" in OPERATIONS[FUNCTIONS[function].op].operands:
+        case = Case(
+            function, reference, dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"])
+        )
+        return case, dataclasses.replace(case, options={"reverse": True}, note="reverse")
+    case = Case(function, reference, _LOGITS)
+    if several is None:
+        return (case,)
+    labels = _LOGITS | {"labels": (_ROWS, 4)}
+    return case, Case(function, getattr(references, several), labels, note="several labels")
 
 
-def _reference(function: str) -> Callable[..., Results]:
-    """Return the reference implementation of a public function.
-
-    Each public function runs an operation (see `FUNCTIONS`). The reference implementation is the
-    function in the module `references` that has the name of this operation.
-    """
-    reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
-    return reference
-
-
-_OF_FAMILY: dict[Family, Callable[[str], tuple[Case, ...]]] = {
+_OF_FAMILY: dict[Family, Callable[[str, Reference], tuple[Case, ...]]] = {
     "softmax": _softmax,
     "norm": _norm,
     "loss": _loss,
@@ -157,7 +151,8 @@ _OF_FAMILY: dict[Family, Callable[[str], tuple[Case, ...]]] = {
 
 def cases_of(function: str) -> tuple[Case, ...]:
     """Return the cases of a public function that is in the table of operations."""
-    return _OF_FAMILY[OPERATIONS[FUNCTIONS[function].op].family](function)
+    op = FUNCTIONS[function].op
+    return _OF_FAMILY[OPERATIONS[op].family](function, getattr(references, op))
 
 
 CASES = (
@@ -265,28 +260,22 @@ class Operands(NamedTuple):
     cotangents: list[jax.Array]
 
 
-#: A function that runs both passes of a case. It returns the results, and a dict of gradients.
+#: A function that runs both passes of a call. It returns the results, and a dict of gradients.
 Passes = Callable[[Operands], tuple[list[jax.Array], dict[str, jax.Array]]]
 
 
-def passes(case: Case) -> Passes:
-    """Return a function that runs both passes of a case, without compiling it."""
+def passes(call: Callable[..., Any]) -> Passes:
+    """Return a function that runs both passes of a call, without compiling it."""
 
     def run(operands: Operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-        function = functools.partial(_results, case, constants=operands.constants)
-        results, pullback = jax.vjp(function, operands.floats)
+        def results(floats: dict[str, jax.Array]) -> list[jax.Array]:
+            return jax.tree.leaves(call(**floats, **operands.constants))
+
+        y, pullback = jax.vjp(results, operands.floats)
         (gradients,) = pullback(operands.cotangents)
-        return results, gradients
+        return y, gradients
 
     return run
-
-
-def _results(
-    case: Case, floats: dict[str, jax.Array], constants: dict[str, jax.Array]
-) -> list[jax.Array]:
-    call = getattr(jaxnorm, case.function)
-    results: list[jax.Array] = jax.tree.leaves(call(**floats, **constants, **case.options))
-    return results
 
 
 def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
@@ -300,9 +289,9 @@ def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[
     """
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
-    floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
+    floats = {name: a for name, a in arrays.items() if is_differentiated(name, a)}
     constants = {name: a for name, a in arrays.items() if name not in floats}
-    types = jax.eval_shape(functools.partial(_results, case), floats, constants)
+    types = jax.tree.leaves(jax.eval_shape(case.call, **arrays))
     along = references.operands({str(i): t.shape for i, t in enumerate(types)}, 0, seed=1)
     cotangents = [jnp.asarray(d, t.dtype) for d, t in zip(along.values(), types)]
     return Operands(floats, constants, cotangents), given, along
@@ -327,7 +316,7 @@ def check(
         element.
     """
     options = _OPTIONS.get(backends.local_platform())
-    both = jax.jit(form(passes(case)), compiler_options=options)
+    both = jax.jit(form(passes(case.call)), compiler_options=options)
     # float32 matmuls must not use TensorFloat-32, which is the default on a GPU.
     with jax.default_matmul_precision("highest"):
         operands, given, along = operands_of(case, dtype)
@@ -348,7 +337,7 @@ def check(
     return Outcome(case, dtype, implementations, value, gradient)
 
 
-def _is_differentiated(name: str, array: jax.Array) -> bool:
+def is_differentiated(name: str, array: jax.Array) -> bool:
     """Return True for a float operand that is not a rotary table.
 
     No kernel computes the gradients of rotary tables.

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 
 import jaxnorm
 from jaxnorm.tools.plan import implementation_for
+from jaxnorm.tools.selfcheck import Operands, Passes, is_differentiated, passes
 from jaxnorm.tools.text import progress, table
 from jaxnorm_kernels import timings
 
 _CALLS, _BATCHES = 20, 7
-
-Operands = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,30 +53,8 @@ class Timed:
     def call(self) -> Callable[..., Any]:
         return functools.partial(getattr(jaxnorm, self.function), **self.options)
 
-    def program(self, implementation: str | None) -> Callable[..., Any]:
-        """Return a jitted program that runs the forward and the backward pass."""
-
-        def both(operands: Operands, constants: Operands, cotangents: Any) -> Any:
-            def function(operands: Operands) -> Any:
-                return self.call(**operands, **constants, implementation=implementation)
-
-            results, pullback = jax.vjp(function, operands)
-            return results, *pullback(cotangents)
-
-        return jax.jit(both)
-
-    def cotangents(self, operands: Operands, constants: Operands) -> Any:
-        """Return cotangents that consist of ones, to be passed to the program as operands.
-
-        If the cotangents were constants of the program, XLA would use their values to simplify the
-        program, and a different program would be timed.
-        """
-        results = jax.eval_shape(self.call, **operands, **constants)
-        return jax.tree.map(lambda t: jnp.ones(t.shape, t.dtype), results)
-
 
 _ROWS = (8192, 4096)
-_TABLES = ("cos", "sin")
 _PARAMETERS = {"scale": _ROWS[-1:], "bias": _ROWS[-1:]}
 
 CALLS = (
@@ -93,7 +70,7 @@ CALLS = (
     Timed("softmax", {"x": (4, 16, 1024, 1024)}, options={"causal": True}),
     Timed(
         "rms_norm_rope",
-        {"x": (4, 2048, 32, 128), "scale": (128,), **dict.fromkeys(_TABLES, (2048, 1, 64))},
+        {"x": (4, 2048, 32, 128), "scale": (128,), **dict.fromkeys(("cos", "sin"), (2048, 1, 64))},
     ),
 )
 
@@ -107,8 +84,8 @@ def report() -> str:
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # Compile all programs before the first timing.
         ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
-    for call, (programs, arguments) in zip(progress(CALLS, after=2.0), ready):
-        ours, xla = _times(programs, arguments)
+    for call, (programs, operands) in zip(progress(CALLS, after=2.0), ready):
+        ours, xla = _times(programs, operands)
         shape = " x ".join(map(str, next(iter(call.shapes.values()))))
         times = f"{ours * 1e6:.0f} us", f"{xla * 1e6:.0f} us", f"{xla / ours:.2f}"
         name = _default(call)
@@ -128,44 +105,46 @@ def _default(call: Timed) -> str:
     return plan.forward.name
 
 
-def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
-    """Compile the two programs of a call by running them once. Return them and their arguments.
+def _ready(call: Timed) -> tuple[list[Passes], Operands]:
+    """Compile the two programs of a call by running them once. Return them and their operands.
 
     The first program uses jaxnorm's default implementation, the second one plain JAX.
     """
-    keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
-    operands: Operands = {}
-    constants: Operands = {}
-    for name, shape in call.shapes.items():
-        key = next(keys)
+    keys = jax.random.split(jax.random.key(0), len(call.shapes))
+    arrays = {}
+    for key, (name, shape) in zip(keys, call.shapes.items()):
         dtype = call.dtype_of(name)
         if name == "labels":
-            constants[name] = jax.random.randint(key, shape, 0, call.shapes["logits"][-1], dtype)
+            arrays[name] = jax.random.randint(key, shape, 0, call.shapes["logits"][-1], dtype)
         else:
-            of = constants if name in _TABLES else operands
-            of[name] = jax.random.normal(key, shape, dtype)
-    programs = [call.program(None), call.program("xla")]
-    arguments = operands, constants, call.cotangents(operands, constants)
+            arrays[name] = jax.random.normal(key, shape, dtype)
+    floats = {name: a for name, a in arrays.items() if is_differentiated(name, a)}
+    constants = {name: a for name, a in arrays.items() if name not in floats}
+    # The cotangents are operands. If they were constants of the program, XLA would use their values
+    # to simplify the program, and a different program would be timed.
+    types = jax.tree.leaves(jax.eval_shape(call.call, **arrays))
+    operands = Operands(floats, constants, [jnp.ones(t.shape, t.dtype) for t in types])
+    programs: list[Passes] = [
+        jax.jit(passes(functools.partial(call.call, implementation=name))) for name in (None, "xla")
+    ]
     for program in programs:
-        jax.block_until_ready(program(*arguments))
-    return programs, arguments
+        jax.block_until_ready(program(operands))
+    return programs, operands
 
 
-def _times(
-    programs: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]
-) -> tuple[float, float]:
+def _times(programs: Sequence[Passes], operands: Operands) -> tuple[float, float]:
     """Return the times of two programs in seconds.
 
     Each is a median over batches of runs; batches of the two programs alternate.
     """
-    batches = [[_batch(p, *arguments) for p in programs] for _ in range(_BATCHES)]
+    batches = [[_batch(program, operands) for program in programs] for _ in range(_BATCHES)]
     ours, xla = (statistics.median(times) for times in zip(*batches))
     return ours, xla
 
 
-def _batch(program: Callable[..., Any], *arguments: Any) -> float:
+def _batch(program: Passes, operands: Operands) -> float:
     started = time.perf_counter()
     for _ in range(_CALLS):
-        results = program(*arguments)
+        results = program(operands)
     jax.block_until_ready(results)
     return (time.perf_counter() - started) / _CALLS

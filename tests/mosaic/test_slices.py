@@ -63,7 +63,7 @@ def test_no_kernel_gets_an_unaligned_address(case, compiler):
     All operands and cotangents are slices here, and all results are written into larger arrays.
     """
     operands, *_ = selfcheck.operands_of(case, "bfloat16")
-    text = compiled(compiler, parts.of_parts(selfcheck.passes(case)), operands)
+    text = compiled(compiler, parts.of_parts(selfcheck.passes(case.call)), operands)
     assert parts.kernels(text) >= LEAST_KERNELS.get(str(case), 2)
     assert not parts.fused(text)
 
