@@ -307,7 +307,7 @@ def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[
     def replace(made: Any, node: Any, path: str) -> Any:
         function = calls.of(type(node), path)
         if function is not None:
-            return _of_class(made, conversion.with_call(conversion.original(type(node)), function))
+            return _of_class(made, conversion.with_call(type(node), function))
         if _is_norm(node):
             if not calls.has(path):
                 norms[path] = node
@@ -390,9 +390,8 @@ def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
 
 def _why_left(norm: Any) -> str | None:
     """Return the reason why a norm is left to equinox; None if it is converted."""
-    if conversion.converted_as(type(norm), _CONVERTED) is None:
-        base = next(base for base in _CONVERTED if isinstance(norm, base))
-        return conversion.subclass(norm, base, "equinox")
+    if (why := conversion.why_subclass(norm, _CONVERTED, "equinox")) is not None:
+        return why
     dtypes = [parameter.dtype.name for parameter in _parameters(norm)]
     return None if set(dtypes) <= set(FLOAT_DTYPES) else f"dtypes {', '.join(dtypes)}"
 

@@ -366,10 +366,7 @@ _OURS = (LayerNorm, RMSNorm, GroupNorm)
 
 def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Return the reason why a call of one of Flax's norms is left to Flax, or None."""
-    if conversion.converted_as(type(norm), _FLAX) is None:
-        base = next(kind for kind in _FLAX if isinstance(norm, kind))
-        return conversion.subclass(norm, base, "Flax")
-    return why_flax(norm, x, mask)
+    return conversion.why_subclass(norm, _FLAX, "Flax") or why_flax(norm, x, mask)
 
 
 # --------------------------------------------------------------------------------------- attention

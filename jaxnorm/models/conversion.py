@@ -138,13 +138,15 @@ def decided(
     return saves
 
 
-def subclass(module: Any, base: type, package: str) -> str:
-    """Return the reason, for the log line, why a norm of a subclass is not converted.
+def why_subclass(norm: Any, bases: Collection[type], package: str) -> str | None:
+    """Return the reason why a norm whose class overrides code is not converted.
 
-    `module` is the norm. `base` is the package's norm class that the class of `module` derives
-    from.
+    The result is None for other norms. `bases` are the norm classes of the package.
     """
-    name = type(module).__name__
+    if converted_as(type(norm), bases) is not None:
+        return None
+    base = next(base for base in bases if isinstance(norm, base))
+    name = type(norm).__name__
     return f"{name} is a subclass of {package}'s {base.__name__}, with code of its own"
 
 
@@ -239,15 +241,14 @@ class Calls:
         self.left: dict[str, str] = {}
         self.others: dict[str, str] = {}
 
+    def _identities(self) -> frozenset[tuple[type, int]]:
+        return frozenset((kind, id(function)) for kind, function in self.functions.items())
+
     def __hash__(self) -> int:
-        return hash(frozenset((kind, id(f)) for kind, f in self.functions.items()))
+        return hash(self._identities())
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Calls)
-            and self.functions.keys() == other.functions.keys()
-            and all(f is other.functions[kind] for kind, f in self.functions.items())
-        )
+        return isinstance(other, Calls) and self._identities() == other._identities()
 
     def of(self, kind: type, path: str) -> Callable[..., Any] | None:
         """Return the function that replaces the ``__call__`` of a module, or None.
@@ -313,8 +314,10 @@ class Calls:
 def with_call(kind: type, function: Callable[..., Any]) -> type:
     """Return a subclass of `kind` whose ``__call__`` is `function`.
 
-    Equal arguments return the same class.
+    If `kind` is such a subclass itself, its base class is used instead. Equal arguments return the
+    same class.
     """
+    kind = _ORIGINAL.get(kind, kind)
     key = kind, id(function)
     made = _WITH_CALLS.get(key)
     if made is None:
@@ -331,12 +334,8 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
 # The classes that `with_call` has made. A key is the original class and the id() of the function.
 # A class refers to its function, so no other function can have the same id while the class exists.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
+# Maps each of these classes to the class from which it was derived.
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
-
-
-def original(kind: type) -> type:
-    """Return the class from which `with_call` derived `kind`; if there is none, `kind` itself."""
-    return _ORIGINAL.get(kind, kind)
 
 
 def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:

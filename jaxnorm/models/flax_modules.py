@@ -194,30 +194,17 @@ def no_offset(module: Any) -> None:
 # --------------------------------------------------------------------------------------- attention
 
 
-class Dropout(NamedTuple):
-    """Dropout of attention weights.
-
-    Attributes:
-      rng: the random key.
-      rate: probability of dropping a weight.
-      broadcast: True if all batch elements and heads share one mask.
-    """
-
-    rng: jax.Array
-    rate: float
-    broadcast: bool
-
-    def __call__(self, weights: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Multiply each weight by 0 or by 1 / (1 - rate), which is rounded to `dtype`."""
-        batch = (1,) * (weights.ndim - 2) if self.broadcast else weights.shape[:-2]
-        keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, batch + weights.shape[-2:])
-        return weights * (keep.astype(dtype) / jnp.asarray(1.0 - self.rate, dtype=dtype))
+#: A function that applies dropout to attention weights, given the dtype of the computation.
+Dropout = Callable[[jax.Array, np.dtype], jax.Array]
 
 
 def dropout(
     rng: jax.Array | None, rate: float, broadcast: bool, deterministic: bool
 ) -> Dropout | None:
-    """Check Flax's four dropout arguments. Return a `Dropout`, or None for no dropout."""
+    """Check Flax's four dropout arguments. Return a `Dropout`, or None for no dropout.
+
+    With `broadcast`, all batch elements and heads share one mask.
+    """
     if deterministic or rate == 0.0:
         return None
     if not 0.0 < rate < 1.0:
@@ -226,7 +213,14 @@ def dropout(
         raise ValueError(
             "dot_product_attention: dropout_rate > 0 and deterministic=False need a dropout_rng"
         )
-    return Dropout(rng, rate, broadcast)
+
+    def dropped(weights: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Multiply each weight by 0 or by 1 / (1 - rate), which is rounded to `dtype`."""
+        batch = (1,) * (weights.ndim - 2) if broadcast else weights.shape[:-2]
+        keep = jax.random.bernoulli(rng, 1.0 - rate, batch + weights.shape[-2:])
+        return weights * (keep.astype(dtype) / jnp.asarray(1.0 - rate, dtype=dtype))
+
+    return dropped
 
 
 def attend(

@@ -46,7 +46,7 @@ def convert(
     for path, node in modules:
         function = calls.of(type(node), path)
         if function is not None:
-            node.__class__ = conversion.with_call(conversion.original(type(node)), function)
+            node.__class__ = conversion.with_call(type(node), function)
         elif isinstance(node, tuple(classes)) and not calls.has(path):
             norms[path] = node
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
@@ -77,9 +77,8 @@ def why_left(norm: Any, classes: Sequence[type]) -> str | None:
 
     `classes` are Flax's norm classes.
     """
-    if conversion.converted_as(type(norm), classes) is None:
-        base = next(base for base in classes if isinstance(norm, base))
-        return conversion.subclass(norm, base, "Flax")
+    if (why := conversion.why_subclass(norm, classes, "Flax")) is not None:
+        return why
     # A GroupNorm has no `feature_axes`, because its features are always the last axis.
     feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
     reduction, features = (
