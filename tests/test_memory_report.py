@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from advice_cases import assert_all_true, assert_true, functions_of, told
 
 import jaxnorm
 import jaxnorm.linen
@@ -178,18 +179,10 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    """Following the advice reduces the saved bytes by the number that it states, within 10 %.
-
-    The report of the changed code must not have this advice any more.
-    """
     before, after = (
         memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
     )
-    function = name.split(",")[0]
-    told = [row for row in before if row.advice and row.advice.startswith(f"{function}:")]
-    assert told
-    assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
-    assert not [row for row in after if row.advice and row.advice.startswith(f"{function}:")]
+    assert_true(before, after, name.split(",")[0])
 
 
 def test_a_result_that_is_cast_to_more_bits():
@@ -208,9 +201,8 @@ def test_a_result_that_is_cast_to_more_bits():
         memory_report(functools.partial(scan, functools.partial(step, one)), weights(), X)
         for one in (norm, jaxnorm.rms_norm)
     )
-    told = [row for row in before if row.advice and row.advice.startswith("rms_norm:")]
-    assert not [row for row in told if "dtype" in row.advice]
-    assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
+    assert_true(before, after, "rms_norm")
+    assert not any("dtype" in row.advice for row in told(before, "rms_norm"))
 
 
 def test_lines_are_the_user_s():
@@ -251,13 +243,12 @@ def test_what_a_scan_keeps_twice(one):
     """
     f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
     before, after = (memory_report(step, weights(), X) for step in f)
-    (told,) = [row for row in before if row.advice]
-    assert "put it and what takes it into one jax.checkpoint" in told.advice
-    assert before.total - after.total == told.saves == told.bytes
-    assert not [row for row in after if row.advice]
+    (row,) = told(before)
+    assert "put it and what takes it into one jax.checkpoint" in row.advice
+    assert before.total - after.total == row.saves == row.bytes
+    assert not told(after)
     if one is reshaped:
-        apart = memory_report(functools.partial(unrolled, one), weights(), X)
-        assert not [row for row in apart if row.advice]
+        assert not told(memory_report(functools.partial(unrolled, one), weights(), X))
 
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
@@ -291,8 +282,7 @@ def test_modules(library):
 
         graph, state = flax.nnx.split(Module(flax.nnx.Rngs(0)))
         report = memory_report(lambda s, x: jnp.sum(flax.nnx.merge(graph, s)(x)), state, X)
-    kinds = {row.advice.split(":")[0] for row in report if row.advice}
-    assert kinds == {"layer_norm", "activation_linear"}
+    assert functions_of(report) == {"layer_norm", "activation_linear"}
     assert all("__call__)" in row.source or "<lambda>)" in row.source for row in report)
 
 
@@ -320,9 +310,8 @@ def test_advice_on_flax_s_norms(name):
         for m in (Model(getattr(module, name)) for module in (flax.linen, jaxnorm.linen))
     )
     function = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}[name]
-    assert {row.advice.split(":")[0] for row in before if row.advice} == {function}
-    saves = sum(row.saves for row in before)
-    assert before.total - after.total == pytest.approx(saves, rel=0.1)
+    assert functions_of(before) == {function}
+    assert_true(before, after, function)
 
 
 def test_an_equinox_model():
@@ -409,7 +398,7 @@ def test_what_is_printed():
     assert len(lines) <= 25
     assert max(map(len, lines)) <= 100
     of_gated = next(line for line in lines if line.startswith("gated_linear saves "))
-    saves = sum(row.saves for row in report if row.advice and row.advice.startswith("gated_lin"))
+    saves = sum(row.saves for row in told(report, "gated_linear"))
     mib = f"{saves / 2**20:.3g} of {report.total / 2**20:.3g} MiB"
     assert of_gated.startswith(f"gated_linear saves {mib}: test_memory_report.py:")
     assert of_gated.endswith(f", {TWELVE} times")
@@ -503,11 +492,7 @@ def test_frozen_weights(trained):
             return memory_report(f, w, x, argnums=1)
         return memory_report(lambda x: f(w, x), x)
 
-    before, after = report(False), report(True)
-    told = [row for row in before if row.advice]
-    assert {row.advice.partition(":")[0] for row in told} == {"gated_linear"}
-    assert before.total - after.total == pytest.approx(before.saves, rel=0.1)
-    assert not after.saves
+    assert_all_true(report(False), report(True), "gated_linear")
 
 
 def divided(x, scale):
@@ -573,9 +558,7 @@ def test_norms_of_the_user_s_own(name, stack):
     )
     function = OWN_NORMS[name][1]
     function = getattr(function, "func", function).__name__
-    assert {row.advice.partition(":")[0] for row in before if row.advice} == {function}
-    assert before.total - after.total == pytest.approx(before.saves, rel=0.1)
-    assert not after.saves
+    assert_all_true(before, after, function)
 
 
 def test_primitives_that_recognisers_look_for():

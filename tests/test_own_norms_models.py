@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from advice_cases import functions_of
 from test_models import hugging_face, jittered, transformers
 
 import jaxnorm
@@ -147,7 +148,7 @@ def test_tunix(make, caplog):
     )
     assert told > left
     assert reports[0].total - reports[1].total == pytest.approx(told - left, rel=0.1)
-    functions = {row.advice.partition(":")[0] for row in reports[0] if row.advice}
+    functions = functions_of(reports[0])
     assert {"gated_linear", "softmax", "linear_softmax_cross_entropy"} <= functions
     # check_params finds the parameters of Tunix's norms by their names.
     paths = {norm.path for norm in jaxnorm.check_params(state, "float32")}
