@@ -8,8 +8,16 @@ import numpy as np
 import reference
 
 
-def normal(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+def normal(shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def assert_same(ours, theirs):
+    """Assert that two trees have equal structures, and arrays of equal values and dtypes."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(a, b)
 
 
 def kernels_in(function, *arguments):

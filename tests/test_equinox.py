@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from convert_cases import normal
 from program_error import assert_computes
 
 eqx = pytest.importorskip("equinox")
@@ -28,10 +29,6 @@ ARGUMENTS = [
     {"use_weight": False, "use_bias": False},
     {"dtype": jnp.bfloat16},
 ]
-
-
-def normal(shape, seed=0, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def with_parameters(norm):

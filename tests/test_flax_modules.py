@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from convert_cases import assert_same
 from flax import nnx
 from program_error import assert_computes, assert_same_results
 from programs import names as names_in
@@ -127,13 +128,6 @@ def known(make, module):
     if make is linen:
         return {f.name for f in dataclasses.fields(module)}
     return {*inspect.signature(module.__init__).parameters}
-
-
-def assert_same(ours, theirs):
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(a, b)
 
 
 def values_of(parameters):

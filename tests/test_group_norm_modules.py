@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import kernels_in, normal
+from convert_cases import assert_same, kernels_in, normal
 from flax import nnx
 from program_error import analyse, assert_analysed, assert_computes
 from programs import primitives
@@ -123,8 +123,7 @@ def test_axes_of_linen(fields):
 
 def check(pair, fields, dtype):
     (parameters, ours), (expected, theirs) = pair(fields, save="input")
-    assert jax.tree.structure(parameters) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, parameters, expected)
+    assert_same(parameters, expected)
     x = X.astype(dtype)
     found, of_flax = results(ours, parameters, x), results(theirs, parameters, x)
     with jax.enable_x64(True):
@@ -260,7 +259,7 @@ def test_a_linen_model_within_converted(caplog):
         lost = nn.GroupNorm(4, scale_init=nn.initializers.zeros, bias_init=nn.initializers.ones)
         assert not caplog.records
         lost.init(jax.random.key(0), X)
-    jax.tree.map(np.testing.assert_array_equal, made, variables)
+    assert_same(made, variables)
     assert found.count("jaxnorm.layer_norm") == 1
     assert_computes(ours, model.apply, variables, X, like=converted)
     (record,) = caplog.records

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from convert_cases import assert_same
 from flax import nnx
 from program_error import assert_same_results
 
@@ -55,19 +56,12 @@ class Composed(nn.Module):
         return nn.Dense(24, **some(self.fields, DENSE), name="dense")(n)
 
 
-def assert_same(ours, theirs):
-    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(a, b)
-
-
 @each_field
 def test_linen(fields, dtype):
     """The initial parameters equal those of Flax's two modules, and so do results and dtypes."""
     x, key = data(dtype), jax.random.key(1)
     ours, theirs = jaxnorm.linen.RMSNormDense(24, **fields), Composed(fields)
     variables, expected = ours.init(key, x), theirs.init(key, x)
-    assert jax.tree.structure(variables) == jax.tree.structure(expected)
     assert_same(variables, expected)
     assert_same_results(lambda: ours.apply(variables, x), lambda: theirs.apply(variables, x))
 

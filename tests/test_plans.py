@@ -38,7 +38,12 @@ def test_a_cpu_runs_xla_s_code(name):
     assert names(asked(name, (64, 128), platform="cpu")) == XLA
 
 
-GROUP = {"scale": vector(32, 1, 8, dtype="bfloat16"), "axis": (1, 3)}
+def grouped(*shape, axis=(1, 3), dtype="float32"):
+    """Return the options of a LayerNorm that normalises groups: its axes and two parameters."""
+    return {**dict.fromkeys(("scale", "bias"), vector(*shape, dtype=dtype)), "axis": axis}
+
+
+GATE, WEIGHT = vector(32, 1, 1152), vector(4096, 1024, dtype="bfloat16")
 # Each entry has five items: a function, the shape of a bfloat16 x, options, the implementation that
 # must be chosen (None for any), and a part of the text that says why it is chosen.
 PLANS = [
@@ -47,41 +52,17 @@ PLANS = [
         for name in ("add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm")
     ),
     ("layer_norm", (8192, 1024), {"scale": vector(1024), "activation": "silu"}, MOSAIC, ""),
-    (
-        "layer_norm",
-        IMAGES,
-        {**dict.fromkeys(("scale", "bias"), vector(32, 1, 1, 8)), "axis": (1, 2, 4)},
-        MOSAIC,
-        "",
-    ),
-    ("layer_norm", (32, 4096, 32, 8), {**GROUP, "bias": GROUP["scale"]}, MOSAIC, ""),
-    (
-        "layer_norm",
-        (32, 4096, 32, 10),
-        {**dict.fromkeys(("scale", "bias"), vector(32, 1, 10)), "axis": (1, 3)},
-        MOSAIC,
-        "",
-    ),
-    (
-        "layer_norm",
-        (8, 1024, 32, 21),
-        {**dict.fromkeys(("scale", "bias"), vector(32, 1, 21)), "axis": (1, 3)},
-        None,
-        "no neighbours as many",
-    ),
-    (
-        "layer_norm",
-        (8, 1024, 32, 8),
-        {**dict.fromkeys(("scale", "bias"), vector(1, 8)), "axis": (1, 3)},
-        None,
-        "broadcast along",
-    ),
+    ("layer_norm", IMAGES, grouped(32, 1, 1, 8, axis=(1, 2, 4)), MOSAIC, ""),
+    ("layer_norm", (32, 4096, 32, 8), grouped(32, 1, 8, dtype="bfloat16"), MOSAIC, ""),
+    ("layer_norm", (32, 4096, 32, 10), grouped(32, 1, 10), MOSAIC, ""),
+    ("layer_norm", (8, 1024, 32, 21), grouped(32, 1, 21), None, "no neighbours as many"),
+    ("layer_norm", (8, 1024, 32, 8), grouped(1, 8), None, "broadcast along"),
     ("rms_norm_gated", HEADS, {"scale": vector(128)}, MOSAIC, ""),
     ("rms_norm_gated", HEADS, {"scale": vector(32, 128)}, XLA, NOT_CONSECUTIVE),
     *(
-        (name, SAMPLES, {"gate": vector(*gate)}, MOSAIC, "scaled_add_norm")
+        (name, SAMPLES, {"gate": gate}, MOSAIC, "scaled_add_norm")
         for name in ("add_layer_norm", "add_rms_norm")
-        for gate in ((32, 1, 1152), (1152,))
+        for gate in (GATE, vector(1152))
     ),
     *(
         (name, SAMPLES, {"gate": vector(1024, 1152)}, XLA, "not consecutive")
@@ -91,19 +72,13 @@ PLANS = [
         (
             name,
             SAMPLES,
-            {"scale": vector(*SAMPLES), "gate": vector(32, 1, 1152)},
+            {"scale": vector(*SAMPLES), "gate": GATE},
             None,
             "groups of different sizes",
         )
         for name in ("add_layer_norm", "add_rms_norm")
     ),
-    (
-        "rms_norm_linear",
-        ROWS,
-        {"weight": vector(4096, 1024, dtype="bfloat16"), "activation": "gelu"},
-        MOSAIC,
-        "",
-    ),
+    ("rms_norm_linear", ROWS, {"weight": WEIGHT, "activation": "gelu"}, MOSAIC, ""),
 ]
 
 

@@ -23,9 +23,9 @@ Operand = Union["Bounded", np.ndarray, float]
 # For each dtype, its unit roundoff, and half the spacing of its subnormal numbers.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
-#: A bound is the expected error times this factor, so that no error in a large array exceeds its
-#: bound by chance.
-_SAFETY = 4.0
+# The roundoff u of the arithmetic that is analysed, float32, times a safety factor: a bound is the
+# expected error times this factor, so that no error in a large array exceeds its bound by chance.
+_ROUNDOFF = 4.0 * 2.0**-24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,10 @@ class Bounded:
     Attributes:
       value: the array.
       error: the bounds, an array of the same shape.
-      unit: the roundoff u of the arithmetic that is analysed; by default, the roundoff of float32.
     """
 
     value: np.ndarray
     error: np.ndarray
-    unit: float = 2.0**-24
 
     __array_ufunc__ = None  # makes ``array * bounded`` call `Bounded.__rmul__`
 
@@ -51,12 +49,12 @@ class Bounded:
 
     def __add__(self, other: Operand) -> "Bounded":
         other = _bounded(other)
-        return self._rounded(self.value + other.value, self.error + other.error)
+        return _rounded(self.value + other.value, self.error + other.error)
 
     __radd__ = __add__
 
     def __neg__(self) -> "Bounded":
-        return dataclasses.replace(self, value=-self.value)
+        return Bounded(-self.value, self.error)
 
     def __sub__(self, other: Operand) -> "Bounded":
         return self + -_bounded(other)
@@ -67,7 +65,7 @@ class Bounded:
     def __mul__(self, other: Operand) -> "Bounded":
         other = _bounded(other)
         error = np.abs(self.value) * other.error + np.abs(other.value) * self.error
-        return self._rounded(self.value * other.value, error + self.error * other.error)
+        return _rounded(self.value * other.value, error + self.error * other.error)
 
     __rmul__ = __mul__
 
@@ -76,16 +74,16 @@ class Bounded:
         quotient = self.value / other.value
         least = np.abs(other.value) - other.error
         error = (self.error + np.abs(quotient) * other.error) / least
-        return self._rounded(quotient, error)
+        return _rounded(quotient, error)
 
     def __matmul__(self, other: "Bounded") -> "Bounded":
         left, right = np.abs(self.value), np.abs(other.value)
         error = left @ other.error + self.error @ right + self.error @ other.error
-        walk = _SAFETY * self.unit * math.sqrt(self.value.shape[-1])
-        return self._rounded(self.value @ other.value, error + walk * (left @ right))
+        walk = _ROUNDOFF * math.sqrt(self.value.shape[-1])
+        return _rounded(self.value @ other.value, error + walk * (left @ right))
 
     def __getitem__(self, at: Any) -> "Bounded":
-        return dataclasses.replace(self, value=self.value[at], error=self.error[at])
+        return Bounded(self.value[at], self.error[at])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,19 +91,18 @@ class Bounded:
 
     @property
     def transposed(self) -> "Bounded":
-        return dataclasses.replace(self, value=self.value.T, error=self.error.T)
+        return Bounded(self.value.T, self.error.T)
 
     def reshape(self, shape: tuple[int, ...]) -> "Bounded":
-        value, error = self.value.reshape(shape), self.error.reshape(shape)
-        return dataclasses.replace(self, value=value, error=error)
+        return Bounded(self.value.reshape(shape), self.error.reshape(shape))
 
     def sum(self, axes: Axes = -1) -> "Bounded":
         """Return the sum over some axes, which have size 1 in the result."""
         axes = _axes(axes)
         value = self.value.sum(axes, keepdims=True)
-        walk = _SAFETY * self.unit * math.sqrt(self.value.size / max(value.size, 1))
+        walk = _ROUNDOFF * math.sqrt(self.value.size / max(value.size, 1))
         magnitude = np.abs(self.value).sum(axes, keepdims=True)
-        return self._rounded(value, self.error.sum(axes, keepdims=True) + walk * magnitude)
+        return _rounded(value, self.error.sum(axes, keepdims=True) + walk * magnitude)
 
     def mean(self, axes: Axes = -1) -> "Bounded":
         total = self.sum(axes)
@@ -113,44 +110,40 @@ class Bounded:
 
     def exp(self) -> "Bounded":
         # exp(x) is computed as 2^(x / log 2), so the quotient is rounded as well.
-        error = self.error + _SAFETY * self.unit * np.abs(self.value)
+        error = self.error + _ROUNDOFF * np.abs(self.value)
         value = np.exp(self.value)
-        return self._rounded(value, value * np.expm1(error))
+        return _rounded(value, value * np.expm1(error))
 
     def log(self) -> "Bounded":
         least = self.value - self.error
-        return self._rounded(np.log(self.value), self.error / least)
+        return _rounded(np.log(self.value), self.error / least)
 
     def rsqrt(self) -> "Bounded":
         value = 1 / np.sqrt(self.value)
-        return self._rounded(value, value * self.error / (2 * (self.value - self.error)))
+        return _rounded(value, value * self.error / (2 * (self.value - self.error)))
 
     def kept(self, mask: np.ndarray, fill: float = 0) -> "Bounded":
         """Replace elements where the mask is False by `fill`, with an error bound of 0."""
-        return dataclasses.replace(
-            self, value=np.where(mask, self.value, fill), error=np.where(mask, self.error, 0)
-        )
+        return Bounded(np.where(mask, self.value, fill), np.where(mask, self.error, 0))
 
     def at(self, indices: np.ndarray) -> "Bounded":
         """Select one element from each row. The last axis of the result has size 1.
 
         `indices` has, for each row, the index of the element along the last axis.
         """
-        value, error = (
-            np.take_along_axis(a, indices[..., None], -1) for a in (self.value, self.error)
-        )
-        return dataclasses.replace(self, value=value, error=error)
+        at = indices[..., None]
+        value, error = (np.take_along_axis(a, at, -1) for a in (self.value, self.error))
+        return Bounded(value, error)
 
     def stored(self, dtype: str) -> "Bounded":
         """Return the array with its bounds widened by the error of rounding to `dtype`."""
         roundoff, quantum = _STORED[dtype]
         rounding = roundoff * (np.abs(self.value) + self.error) + quantum
-        return dataclasses.replace(self, error=self.error + rounding)
+        return Bounded(self.value, self.error + rounding)
 
-    def _rounded(self, value: np.ndarray, error: np.ndarray) -> "Bounded":
-        return dataclasses.replace(
-            self, value=value, error=error + _SAFETY * self.unit * np.abs(value)
-        )
+
+def _rounded(value: np.ndarray, error: np.ndarray) -> Bounded:
+    return Bounded(value, error + _ROUNDOFF * np.abs(value))
 
 
 # ------------------------------------------------- functions of a Bounded, or of a plain array
@@ -203,7 +196,7 @@ def largest(x: Any, mask: np.ndarray, axes: Axes = -1) -> Any:
         return found
     # The maximum is one of the elements, so it has that element's error.
     error = np.where(among == found, x.error, 0).max(axes, keepdims=True)
-    return dataclasses.replace(x, value=found, error=error)
+    return Bounded(found, error)
 
 
 def _axes(axes: Axes) -> int | tuple[int, ...] | None:
