@@ -1,13 +1,11 @@
 """jaxnorm.equinox compared with equinox's own modules, and conversion of models."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import normal
+from convert_cases import assert_arguments_and_three_more, assert_norm_within_bounds, normal
 from program_error import assert_computes
 
 eqx = pytest.importorskip("equinox")
@@ -53,27 +51,13 @@ def test_values_and_gradients(ours, theirs, arguments, dtype, save):
     y, vjp = jax.vjp(lambda norm, x: jax.vmap(norm)(x), norm, x)
     gradients, dx = vjp(d)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    expected = reference.Norm(
-        x=reference.exact(x),
-        gain=np.ones(16) if norm.weight is None else reference.exact(norm.weight),
-        bias=np.zeros(16) if norm.bias is None else reference.exact(norm.bias),
-        d=reference.exact(d),
-        subtract_mean=ours is jaxnorm.equinox.LayerNorm,
-        epsilon=norm.eps,
+    parameters = {"scale": norm.weight, "bias": norm.bias}
+    assert_norm_within_bounds(
+        *(theirs.__name__, norm.eps, x, d),
+        {name: a for name, a in parameters.items() if a is not None},
+        *(y, dx, {"scale": gradients.weight, "bias": gradients.bias}),
         saved=save,
-        x_dtype=dtype,
-        y_dtype=dtype,
     )
-    of_dx, of_dweight, of_dbias = expected.gradient_bounds()
-    reference.assert_within(y, expected.y, expected.y_bound())
-    reference.assert_within(dx, expected.dx, of_dx)
-    for got, wanted, bound in (
-        (gradients.weight, expected.dscale, of_dweight),
-        (gradients.bias, expected.dbias, of_dbias),
-    ):
-        if got is not None:
-            bound = bound + reference.rounding(wanted, got.dtype.name)
-            reference.assert_within(got, wanted, bound)
 
 
 @each
@@ -106,17 +90,7 @@ def test_state_passes_through(ours, theirs):
 
 @each
 def test_arguments_are_equinox_s_and_three_more(ours, theirs):
-    def parameters(module):
-        return {
-            p.name: (p.kind, p.default)
-            for p in inspect.signature(module.__init__).parameters.values()
-        }
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    extra = {"save": "output", "implementation": None, "scale_offset": 0.0}
-    known = parameters(theirs)
-    assert parameters(ours) == known | {name: (keyword, value) for name, value in extra.items()}
-    assert issubclass(ours, theirs)
+    assert_arguments_and_three_more(ours, theirs)
 
 
 @each

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convert_cases import assert_same
+from convert_cases import EXTRA, assert_arguments_and_three_more, assert_same
 from flax import nnx
 from program_error import assert_computes, assert_same_results
 from programs import names as names_in
@@ -198,9 +198,6 @@ def test_other_dtypes_are_left_to_flax(make, ours, theirs):
         assert_same(make(ours)(x), make(theirs)(x))
 
 
-EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}
-
-
 @each
 def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
     """Constructors and calls have the same parameters as in Flax, followed by jaxnorm's own.
@@ -226,13 +223,7 @@ def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
         assert parameters(ours)[: len(positional)] == positional
         return
 
-    def arguments(module):
-        found = inspect.signature(module.__init__).parameters.values()
-        return {p.name: (p.kind, p.default) for p in found}
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    assert arguments(ours) == arguments(theirs) | {n: (keyword, v) for n, v in EXTRA.items()}
-    assert issubclass(ours, theirs)
+    assert_arguments_and_three_more(ours, theirs)
     with pytest.raises(TypeError, match="rngs"):
         ours(16)
 

@@ -508,7 +508,7 @@ def is_reduced(value: Value, limit: int) -> bool:
     )
 
 
-def ancestors(value: Value, limit: int) -> Iterable[Value]:
+def ancestors(value: Value, limit: int) -> dict[Value, None]:
     """Return a value and the values that it is computed from.
 
     The search goes back from the value through its operands. It stops at arrays of `limit` elements

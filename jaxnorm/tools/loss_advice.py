@@ -146,7 +146,7 @@ def _plain(value: Value) -> Loss | None:
     is_shifted = shifted.made_by == "sub" and shifted.operands[1].is_spread
     logits = kept_arrays.uncast(shifted.operands[0] if is_shifted else shifted)
     inside = _inside(logits)
-    if not any(v is value for v in inside) or not is_logarithm(value, inside):
+    if value not in inside or not is_logarithm(value, inside):
         return None
     one_hots = _one_hots([logits, *inside])
     if not one_hots and not any(t.made_by == "gather" for v in [logits, *inside] for t in v.users):

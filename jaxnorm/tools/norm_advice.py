@@ -254,7 +254,7 @@ def _is_by_a_root(value: Value) -> bool:
         operand = origin(operand)
         if operand.size == value.size and not operand.is_spread:
             continue
-        made_of = [*kept_arrays.ancestors(operand, value.size)]
+        made_of = kept_arrays.ancestors(operand, value.size)
         is_of_rows = any(v.made_by == "reduce_sum" and v.size < value.size for v in made_of)
         if is_of_rows and any(v.made_by in ("rsqrt", "sqrt") for v in made_of):
             return value.made_by in ("mul", "div")

@@ -72,10 +72,9 @@ def _quotient(exponential: Value) -> Value | None:
     Return the softmax, or None if there is none.
     """
     for user in exponential.users:
-        if user.made_by == "div" and user.operands[0] is exponential:
-            sums = kept_arrays.ancestors(user.operands[1], user.size)
-            if any(v is exponential for v in sums):
-                return user
+        is_quotient = user.made_by == "div" and user.operands[0] is exponential
+        if is_quotient and exponential in kept_arrays.ancestors(user.operands[1], user.size):
+            return user
     return None
 
 
