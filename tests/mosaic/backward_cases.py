@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from forward_cases import F32, Case
+from forward_cases import Case
 from reference import after_norm, exact, half_unit, log_softmax_gradient
-from specs import build_spec
+from specs import F32, build_spec
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic

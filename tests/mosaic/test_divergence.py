@@ -9,10 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from reference import assert_within, exact, of_roundings, rounding
-from specs import changed
+from specs import BF16, F16, F32, changed
 from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
 from test_losses_mosaic import LossForwardSchedule
 
@@ -334,16 +333,6 @@ def test_schedules_of_one_kernel():
         assert words in mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0], BF16))
     for cols in expected:
         assert mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0])) is None
-
-
-def test_which_calls_have_kernels():
-    x = jnp.ones((8, 1000))
-    for words, options in {
-        "mask of classes": {"where": jnp.ones((8, 1000), bool)},
-        "scale of logits that is a number": {"logits_scale": jnp.ones(8)},
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            jaxnorm.kl_divergence(x, x, implementation="mosaic", **options)
 
 
 # -------------------------------------------------------------- lowered, or compiled for an H100

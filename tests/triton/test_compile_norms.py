@@ -15,24 +15,15 @@ import norms
 import pytest
 from pairs import pairwise
 from reference import ACTIVATIONS
-from specs import changed
-from test_compile import (
-    BF16,
-    F16,
-    F32,
-    GPUS,
-    check,
-    choose,
-    choose_line,
-    compile_call,
-    kernels_in,
-    schedules,
-)
+from specs import BF16, F16, F32, changed
+from test_compile import GPUS, check, compile_call, kernels_in
 
 import jaxnorm
 from benchmarks import contract
 from jaxnorm_kernels import triton
 from jaxnorm_kernels.specs import Shared
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.schedule import choose, choose_line
 
 # Widths of short rows, of unaligned rows, of rows held in registers, and of rows that need a loop.
 COLS = [64, 128, 1000, 1152, 2048, 4095, 4096, 8192, 16384, 50257]
