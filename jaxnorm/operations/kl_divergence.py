@@ -6,6 +6,7 @@ import numpy as np
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, scales
+from jaxnorm.operations.checks import ArrayLike, Axis
 from jaxnorm.operations.loss import counted, masks, softcap, weighted
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS
@@ -16,13 +17,13 @@ NAME = "kl_divergence"
 
 @eager.compiled("logits", "teacher_logits", "where", either=("logits_scale",))
 def kl_divergence(
-    logits: checks.ArrayLike,
-    teacher_logits: checks.ArrayLike,
-    axis: checks.Axis = -1,
-    where: checks.ArrayLike | None = None,
+    logits: ArrayLike,
+    teacher_logits: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
     *,
     reverse: bool = False,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     teacher_logit_softcap: float | None = None,
     implementation: Name | None = None,
@@ -140,7 +141,7 @@ def divergence_call(
     dtype: np.dtype,
     teacher_dtype: np.dtype,
     *,
-    axis: checks.Axis,
+    axis: Axis,
     mask: tuple[int, ...] | None,
     has_positions: bool,
     scale: float,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
+from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.linear_loss import REDUCTIONS, check_shapes
 from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
 from jaxnorm.operations.loss import softcap
@@ -18,21 +19,21 @@ NAME: Function = "linear_kl_divergence"
     either=("logits_scale",),
 )
 def linear_kl_divergence(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    teacher_x: checks.ArrayLike,
-    teacher_weight: checks.ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
+    teacher_x: ArrayLike,
+    teacher_weight: ArrayLike,
     *,
-    bias: checks.ArrayLike | None = None,
-    teacher_bias: checks.ArrayLike | None = None,
-    where: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    teacher_bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
     reduction: Reduction = "mean",
     reverse: bool = False,
     chunk: int | None = None,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     teacher_logit_softcap: float | None = None,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Kullback-Leibler divergence of two linear layers' outputs, without storing all logits.

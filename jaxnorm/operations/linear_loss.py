@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
+from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
 from jaxnorm.operations.loss import check_numbers, counted, softcap, weighted
 from jaxnorm.primitives import eager
@@ -19,19 +20,19 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @eager.compiled("x", "weight", "labels", "bias", "where", either=("logits_scale",))
 def linear_softmax_cross_entropy(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
     *,
-    bias: checks.ArrayLike | None = None,
-    where: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
     reduction: Reduction = "mean",
     chunk: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Cross-entropy of ``x @ weight + bias`` and integer labels, without storing all logits.
@@ -154,14 +155,14 @@ def linear_softmax_cross_entropy(
 
 def of_linear_logits(
     function: Function,
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    bias: checks.ArrayLike | None,
-    where: checks.ArrayLike | None,
+    x: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    bias: ArrayLike | None,
+    where: ArrayLike | None,
     chunk: int | None,
-    dtype: checks.DTypeLike | None,
-    logits_scale: checks.ArrayLike,
+    dtype: DTypeLike | None,
+    logits_scale: ArrayLike,
     logit_softcap: float | None,
     implementation: Name | None,
     **options: Any,
@@ -227,7 +228,7 @@ def of_linear_logits(
 
 
 def _where(
-    head: LinearLossCall, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
+    head: LinearLossCall, where: ArrayLike, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, bool]:
     """Check the argument ``where``. Return a pair: an array, and a bool.
 
@@ -254,7 +255,7 @@ def _where(
     return jnp.broadcast_to(array, of_labels), False
 
 
-def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
+def _refuse_classes(where: ArrayLike, x: tuple[int, ...], classes: int) -> None:
     """Raise ValueError if `where` has the shape of a mask of classes.
 
     linear_softmax_cross_entropy does not support such a mask.
@@ -329,16 +330,16 @@ _LOG_PROB: Function = "linear_log_prob_and_entropy"
 
 @eager.compiled("x", "weight", "labels", "bias", "where", either=("logits_scale",))
 def linear_log_prob_and_entropy(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
     *,
-    bias: checks.ArrayLike | None = None,
-    where: checks.ArrayLike | None = None,
-    logits_scale: checks.ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     chunk: int | None = None,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Log-probabilities and entropies of ``x @ weight + bias``, without storing all logits.

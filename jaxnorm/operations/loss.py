@@ -9,6 +9,7 @@ import numpy as np
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, scales
+from jaxnorm.operations.checks import ArrayLike, Axis
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import LossOptions, Name
@@ -20,14 +21,14 @@ NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
 @eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def softmax_cross_entropy_with_integer_labels(
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis = -1,
-    where: checks.ArrayLike | None = None,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -136,13 +137,13 @@ def softmax_cross_entropy_with_integer_labels(
 
 def of_rows(
     function: Function,
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis,
-    where: checks.ArrayLike | None,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis,
+    where: ArrayLike | None,
     implementation: Name | None,
     *,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Check the arguments of a loss that takes logits and labels, and compute its results.
@@ -203,7 +204,7 @@ def loss_call(
     shape: tuple[int, ...],
     dtype: np.dtype,
     *,
-    axis: checks.Axis,
+    axis: Axis,
     mask: tuple[int, ...] | None,
     has_positions: bool,
     implementation: Name | None,
@@ -330,12 +331,12 @@ _LOG_PROB: Function = "log_prob_and_entropy"
 
 @eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def log_prob_and_entropy(
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis = -1,
-    where: checks.ArrayLike | None = None,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
     *,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:

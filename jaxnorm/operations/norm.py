@@ -10,6 +10,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
+from jaxnorm.operations.checks import ArrayLike, Axis, DTypeLike
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save
@@ -24,10 +25,10 @@ def norm_call(
     x: jax.Array | jax.ShapeDtypeStruct,
     given: Mapping[str, jax.Array],
     *,
-    axis: checks.Axis,
+    axis: Axis,
     epsilon: float,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     save: Save,
     implementation: Name | None,
     activation: Activation | None = None,
@@ -83,10 +84,10 @@ def norm_call(
 
 
 def common_options(
-    axis: checks.Axis,
+    axis: Axis,
     epsilon: float,
     scale_offset: float,
-    dtype: checks.DTypeLike | None,
+    dtype: DTypeLike | None,
     save: Save,
     implementation: Name | None,
 ) -> dict[str, Any]:
@@ -106,12 +107,12 @@ def common_options(
 
 def normalise(
     function: str,
-    x: checks.ArrayLike,
-    residual: checks.ArrayLike | None = None,
-    scale: checks.ArrayLike | None = None,
-    bias: checks.ArrayLike | None = None,
-    next_scale: checks.ArrayLike | None = None,
-    gate: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    residual: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    next_scale: ArrayLike | None = None,
+    gate: ArrayLike | None = None,
     activation: NormActivation | None = None,
     **options: Any,
 ) -> list[jax.Array]:
@@ -145,14 +146,14 @@ def normalise(
 
 @eager.compiled("x", "scale", "bias")
 def layer_norm(
-    x: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
-    bias: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     *,
-    axis: checks.Axis = -1,
+    axis: Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
     activation: NormActivation | None = None,
@@ -239,16 +240,16 @@ def layer_norm(
 
 @eager.compiled("x", "scale", "bias")
 def rms_norm(
-    x: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
     *,
-    axis: checks.Axis = -1,
+    axis: Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
-    bias: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     activation: NormActivation | None = None,
 ) -> jax.Array:
     r"""Root-mean-square normalisation (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
@@ -301,15 +302,15 @@ _GATED = "rms_norm_gated"
 
 @eager.compiled("x", "gate", "scale")
 def rms_norm_gated(
-    x: checks.ArrayLike,
-    gate: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    gate: ArrayLike,
+    scale: ArrayLike | None = None,
     *,
     norm_before_gate: bool = True,
     activation: Activation = "silu",
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""RMSNorm over the last axis, fused with a gate, as in Mamba 2 and gated delta nets.

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxnorm.operations import checks
+from jaxnorm.operations.checks import ArrayLike, Axis, DTypeLike
 from jaxnorm.operations.norm import common_options, normalise
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, Save
@@ -10,18 +10,18 @@ from jaxnorm_kernels.specs import Name, Save
 
 @eager.compiled("x", "residual", "scale", "bias", "gate")
 def add_layer_norm(
-    x: checks.ArrayLike,
-    residual: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
-    bias: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     *,
-    axis: checks.Axis = -1,
+    axis: Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
-    gate: checks.ArrayLike | None = None,
+    gate: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Residual addition and then layer normalisation, in one pass, as in pre-norm blocks.
 
@@ -75,17 +75,17 @@ def add_layer_norm(
 
 @eager.compiled("x", "residual", "scale", "gate")
 def add_rms_norm(
-    x: checks.ArrayLike,
-    residual: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
     *,
-    axis: checks.Axis = -1,
+    axis: Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
-    gate: checks.ArrayLike | None = None,
+    gate: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Residual addition and then RMSNorm, in one pass, as in pre-norm blocks.
 
@@ -118,11 +118,11 @@ def add_rms_norm(
 
 @eager.compiled("x", "residual", "scale")
 def rms_norm_add(
-    x: checks.ArrayLike,
-    residual: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
     *,
-    axis: checks.Axis = -1,
+    axis: Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     implementation: Name | None = None,
@@ -172,15 +172,15 @@ def rms_norm_add(
 
 @eager.compiled("x", "residual", "scale", "next_scale")
 def rms_norm_add_rms_norm(
-    x: checks.ArrayLike,
-    residual: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
-    next_scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
+    next_scale: ArrayLike | None = None,
     *,
-    axis: checks.Axis = -1,
+    axis: Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
