@@ -27,14 +27,7 @@ from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
 
-__all__ = [
-    "GroupNorm",
-    "LayerNorm",
-    "RMSNorm",
-    "RMSNormDense",
-    "convert",
-    "dot_product_attention",
-]
+__all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]
 
 dot_product_attention.__module__ = __name__  # Users import it from this module.
 

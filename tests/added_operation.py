@@ -62,7 +62,7 @@ def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, impleme
     (y,) = norm.normalise(
         "rms_norm_scaled",
         x,
-        scale=scale,
+        {"scale": scale},
         axis=axis,
         epsilon=epsilon,
         save="input",

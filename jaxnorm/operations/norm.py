@@ -108,27 +108,23 @@ def common_options(
 def normalise(
     function: str,
     x: ArrayLike,
+    parameters: Mapping[str, ArrayLike | None],
     residual: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    next_scale: ArrayLike | None = None,
-    gate: ArrayLike | None = None,
     activation: NormActivation | None = None,
     **options: Any,
 ) -> list[jax.Array]:
     """Check the arguments of a norm, run it, and return its results.
 
-    `gate` is the factor of x in the sum ``residual + gate * x``. Its name in the table of
-    operations is branch_scale. `options` are further arguments of `norm_call`.
+    `parameters` is a dict from names in the table of operations to arrays or None. `options` are
+    further arguments of `norm_call`.
     """
     checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
-    given: dict[str, jax.Array] = {}
-    for name, array in (("scale", scale), ("bias", bias), ("next_scale", next_scale)):
-        if array is not None:
-            given[name] = checks.float_array(function, name, array)
-    if gate is not None:
-        given["branch_scale"] = checks.float_array(function, "gate", gate)
+    given = {
+        name: checks.float_array(function, _PUBLIC_NAMES.get(name, name), array)
+        for name, array in parameters.items()
+        if array is not None
+    }
     if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
         # If the residual is None, this check raises the error.
         residual = checks.float_array(function, "residual", residual)
@@ -234,7 +230,8 @@ def layer_norm(
       (2, 16, 16, 32, 8)
     """
     options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    (y,) = normalise("layer_norm", x, scale=scale, bias=bias, activation=activation, **options)
+    parameters = {"scale": scale, "bias": bias}
+    (y,) = normalise("layer_norm", x, parameters, activation=activation, **options)
     return y
 
 
@@ -293,7 +290,8 @@ def rms_norm(
       ((8, 128, 512), 'bfloat16')
     """
     options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    (y,) = normalise("rms_norm", x, scale=scale, bias=bias, activation=activation, **options)
+    parameters = {"scale": scale, "bias": bias}
+    (y,) = normalise("rms_norm", x, parameters, activation=activation, **options)
     return y
 
 

@@ -69,7 +69,8 @@ def add_layer_norm(
       1.0001
     """
     options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    y, h = normalise("add_layer_norm", x, residual, scale=scale, bias=bias, gate=gate, **options)
+    parameters = {"scale": scale, "bias": bias, "branch_scale": gate}
+    y, h = normalise("add_layer_norm", x, parameters, residual, **options)
     return y, h
 
 
@@ -112,7 +113,8 @@ def add_rms_norm(
       ('bfloat16', 'float32')
     """
     options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    y, h = normalise("add_rms_norm", x, residual, scale=scale, gate=gate, **options)
+    parameters = {"scale": scale, "branch_scale": gate}
+    y, h = normalise("add_rms_norm", x, parameters, residual, **options)
     return y, h
 
 
@@ -156,17 +158,8 @@ def rms_norm_add(
       >>> y.shape, y.dtype.name
       ((8, 512), 'float32')
     """
-    (y,) = normalise(
-        "rms_norm_add",
-        x,
-        residual,
-        scale=scale,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        save="input",
-        implementation=implementation,
-    )
+    options = common_options(axis, epsilon, scale_offset, None, "input", implementation)
+    (y,) = normalise("rms_norm_add", x, {"scale": scale}, residual, **options)
     return y
 
 
@@ -219,7 +212,6 @@ def rms_norm_add_rms_norm(
       ('bfloat16', 'float32')
     """
     options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    y, h = normalise(
-        "rms_norm_add_rms_norm", x, residual, scale=scale, next_scale=next_scale, **options
-    )
+    parameters = {"scale": scale, "next_scale": next_scale}
+    y, h = normalise("rms_norm_add_rms_norm", x, parameters, residual, **options)
     return y, h
