@@ -1,18 +1,15 @@
-"""The function kl_divergence, and the checks of its arguments."""
+"""The function kl_divergence."""
 
 import jax
-import numpy as np
 
-from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, scales
 from jaxnorm.operations.checks import ArrayLike, Axis
-from jaxnorm.operations.loss import counted, masks, softcap, weighted
+from jaxnorm.operations.loss import Function, counted, loss_call, masks, weighted
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS
-from jaxnorm_kernels.specs import LossOptions, Name
+from jaxnorm_kernels.specs import Name
 
-NAME = "kl_divergence"
+NAME: Function = "kl_divergence"
 
 
 @eager.compiled("logits", "teacher_logits", "where", either=("logits_scale",))
@@ -114,79 +111,22 @@ def kl_divergence(
         array = checks.weights(NAME, "where", where, dtype)
         mask, weights = masks(NAME, array, view, of="the positions'")
     scale = scales.of_logits(NAME, logits_scale, positions, dtype, of="the positions'")
-    call = divergence_call(
+    call = loss_call(
         NAME,
         logits.shape,
         logits.dtype,
-        teacher.dtype,
         axis=view.axes,
         mask=None if mask is None else mask.shape,
         has_positions=weights is not None,
-        scale=scale.number,
-        has_scale=scale.array is not None,
-        reverse=reverse,
-        logit_softcap=logit_softcap,
-        teacher_logit_softcap=teacher_logit_softcap,
         implementation=implementation,
+        teacher_dtype=teacher.dtype,
+        logits_scale=scale.number,
+        has_scale=scale.array is not None,
+        logit_softcap=logit_softcap,
+        teacher_softcap=teacher_logit_softcap,
+        reverse=reverse,
     )
     counts = None if weights is None else counted(weights)
     constant = jax.lax.stop_gradient(teacher)
     (divergence,) = row_operations.run(call, logits, constant, mask, counts, scale.array)
     return divergence if weights is None else weighted(divergence, weights)
-
-
-def divergence_call(
-    function: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    teacher_dtype: np.dtype,
-    *,
-    axis: Axis,
-    mask: tuple[int, ...] | None,
-    has_positions: bool,
-    scale: float,
-    has_scale: bool,
-    reverse: bool,
-    logit_softcap: float | None,
-    teacher_logit_softcap: float | None,
-    implementation: Name | None,
-) -> Call:
-    """Check the options of a divergence, and return its forward call.
-
-    Args:
-      function: name of the public function.
-      shape, dtype: shape and dtype of the student's logits.
-      teacher_dtype: dtype of the teacher's logits.
-      axis: the axis or axes of the classes.
-      mask: shape of the mask of classes, or None.
-      has_positions: True if the call has a mask of positions.
-      scale: the argument ``logits_scale`` if it is a number, else 1.
-      has_scale: True if ``logits_scale`` is an array, which is an operand of the call.
-      reverse, logit_softcap, teacher_logit_softcap, implementation: the public function's
-        arguments.
-    """
-    view = RowView.of(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
-    checks.implementation(function, implementation)
-    op = FUNCTIONS[NAME].op
-    dtypes = dtype, checks.arithmetic_dtype(dtype, teacher_dtype)
-    options = LossOptions(
-        has_mask=mask is not None,
-        has_positions=has_positions,
-        logits_scale=scale,
-        has_scale=has_scale,
-        logit_softcap=softcap(function, logit_softcap),
-        teacher_dtype=teacher_dtype,
-        teacher_softcap=softcap(function, teacher_logit_softcap, "teacher_logit_softcap"),
-        reverse=checks.flag(function, "reverse", reverse),
-    )
-    call = Call.forward(function, op, view, dtypes, options, implementation)
-    positive: dict[str, float | None] = {"logits_scale": scale}
-    caps = {
-        "logit_softcap": call.spec.loss.logit_softcap,
-        "teacher_logit_softcap": call.spec.loss.teacher_softcap,
-    }
-    for name, cap in caps.items():
-        if cap is not None:
-            positive |= {name: cap, f"logits_scale / {name}": scale / cap}
-    checks.finite_in(function, call.spec.compute_dtype, positive, above_zero=True)
-    return call

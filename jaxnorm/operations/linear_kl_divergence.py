@@ -3,11 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
+from jaxnorm.operations import checks, linear_loss_primitive, scales
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.linear_loss import REDUCTIONS, check_shapes
-from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
-from jaxnorm.operations.loss import softcap
+from jaxnorm.operations.linear_loss_call import (
+    Function,
+    LinearLossCall,
+    Reduction,
+    check_implementation,
+)
+from jaxnorm.operations.loss import check_numbers, softcap
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
@@ -171,29 +176,7 @@ def linear_kl_divergence(
         arrays.append(jnp.broadcast_to(array, positions))
     if scale.array is not None:
         arrays.append(scale.array)
-    _check_call(head, types)
+    check_numbers(NAME, wide, head)
+    teacher_dtype = head.dtypes(teacher_x.dtype, teacher_weight.dtype)[1]
+    check_implementation(head, x, weight, teacher_dtype)
     return linear_loss_primitive.bind(head, *arrays)[0]
-
-
-def _check_call(head: LinearLossCall, types: dict[str, jax.Array]) -> None:
-    """Check the options whose validity depends on the shapes and dtypes of the arrays.
-
-    Raise ValueError if the scale or a softcap is not finite in the arithmetic dtype. Raise it also
-    if the implementation that the user requested cannot run a chunk. `types` maps names of operands
-    to arrays, or to their types.
-    """
-    x, weight = types["x"], types["weight"]
-    factors, dtype = head.dtypes(x.dtype, weight.dtype)
-    _, teacher_dtype = head.dtypes(types["teacher_x"].dtype, types["teacher_weight"].dtype)
-    d, classes = weight.shape
-    count = x.size // max(d, 1)
-    rows = chunk_rows(head.chunk, count, (d, 2 * classes), dtype, factors)
-    call = linear_loss_call.call_of(
-        head,
-        (rows, classes),
-        dtype,
-        has_positions=head.has_where,
-        teacher_dtype=teacher_dtype,
-    )
-    if head.implementation is not None:
-        call.forced(head.implementation)

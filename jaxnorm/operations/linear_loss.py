@@ -6,9 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
+from jaxnorm.operations import checks, linear_loss_primitive, scales
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
-from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
+from jaxnorm.operations.linear_loss_call import (
+    Function,
+    LinearLossCall,
+    Reduction,
+    check_implementation,
+)
 from jaxnorm.operations.loss import check_numbers, counted, softcap, weighted
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
@@ -135,15 +140,11 @@ def linear_softmax_cross_entropy(
     checks.one_of(NAME, "reduction", reduction, REDUCTIONS)
     return of_linear_logits(
         NAME,
-        x,
-        weight,
-        labels,
-        bias,
-        where,
-        chunk,
-        dtype,
+        (x, weight, labels, bias, where),
         logits_scale,
         logit_softcap,
+        chunk,
+        dtype,
         implementation,
         reduction=reduction,
         label_smoothing=checks.number(
@@ -155,22 +156,20 @@ def linear_softmax_cross_entropy(
 
 def of_linear_logits(
     function: Function,
-    x: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    bias: ArrayLike | None,
-    where: ArrayLike | None,
-    chunk: int | None,
-    dtype: DTypeLike | None,
+    operands: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
     logits_scale: ArrayLike,
     logit_softcap: float | None,
+    chunk: int | None,
+    dtype: DTypeLike | None,
     implementation: Name | None,
     **options: Any,
 ) -> list[jax.Array]:
     """Check the arguments of a public function that takes labels, and return its results.
 
-    `options` are further fields of `LinearLossCall`.
+    `operands` are x, weight, labels, bias and where. `options` are further fields of
+    `LinearLossCall`.
     """
+    x, weight, labels, bias, where = operands
     x = checks.float_array(function, "x", x)
     weight = checks.float_array(function, "weight", weight)
     if x.ndim and weight.ndim == 2:
@@ -204,7 +203,7 @@ def of_linear_logits(
     scale = scales.of_logits(function, logits_scale, x.shape[:-1], wide)
     has_scale = scale.array is not None
     head = dataclasses.replace(head, logits_scale=scale.number, has_scale=has_scale)
-    check_numbers(function, wide, head.logits_scale, head.logit_softcap, head.z_loss)
+    check_numbers(function, wide, head)
     weights = None
     if where is not None:
         array, of_classes = _where(head, where, x, weight)
@@ -218,8 +217,7 @@ def of_linear_logits(
         arrays.append(array)
     if scale.array is not None:
         arrays.append(scale.array)
-    if implementation is not None:
-        _check_implementation(head, x, weight, implementation)
+    check_implementation(head, x, weight)
     results = linear_loss_primitive.bind(head, *arrays)
     if weights is None:
         return results
@@ -304,25 +302,6 @@ def _check_labels(
         )
     if is_several:
         checks.fewer_than_classes(function, labels.shape, weight.shape[1])
-
-
-def _check_implementation(
-    head: LinearLossCall, x: jax.Array, weight: jax.Array, name: Name
-) -> None:
-    """Raise ValueError if the implementation `name` does not support the logits of a chunk."""
-    (factors, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
-    count = x.size // max(x.shape[-1], 1)
-    rows = chunk_rows(head.chunk, count, weight.shape, dtype, factors)
-    mask = (1, classes) if head.has_mask else None
-    call = linear_loss_call.call_of(
-        head,
-        (rows, classes),
-        dtype,
-        has_positions=head.has_where,
-        mask=mask,
-        candidates=1 if head.several else None,
-    )
-    call.forced(name)
 
 
 _LOG_PROB: Function = "linear_log_prob_and_entropy"
@@ -414,17 +393,8 @@ def linear_log_prob_and_entropy(
       >>> log_prob.shape, log_prob.dtype.name, round(float(entropy[0, 0]), 2)
       ((4, 128), 'float32', 6.91)
     """
+    operands = x, weight, labels, bias, where
     log_prob, entropy = of_linear_logits(
-        _LOG_PROB,
-        x,
-        weight,
-        labels,
-        bias,
-        where,
-        chunk,
-        dtype,
-        logits_scale,
-        logit_softcap,
-        implementation,
+        _LOG_PROB, operands, logits_scale, logit_softcap, chunk, dtype, implementation
     )
     return log_prob, entropy

@@ -14,7 +14,9 @@ from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import LossOptions, Name
 
-Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy"]
+Function = Literal[
+    "softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy", "kl_divergence"
+]
 
 NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
@@ -209,13 +211,16 @@ def loss_call(
     has_positions: bool,
     implementation: Name | None,
     candidates: int | None = None,
+    teacher_dtype: np.dtype | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_scale: float = 1.0,
     has_scale: bool = False,
     logit_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    reverse: bool = False,
 ) -> Call:
-    """Check the options of a loss that takes logits and labels, and return its forward call.
+    """Check the options of a loss or a divergence of logits, and return its forward call.
 
     Args:
       function: name of the public function.
@@ -226,9 +231,11 @@ def loss_call(
       implementation: name of the implementation that the user requested, or None.
       candidates: number of labels of each position if labels have an additional axis for them. None
         if labels have no such axis, so that each position has one label.
-      label_smoothing, z_loss, logit_softcap: the public function's arguments.
+      teacher_dtype: dtype of a divergence's teacher logits; None for a loss.
+      label_smoothing, z_loss, logit_softcap, reverse: the public function's arguments.
       logits_scale: the public function's argument if it is a number, else 1.
       has_scale: True if the argument ``logits_scale`` is an array, which is an operand of the call.
+      teacher_softcap: the public function's argument ``teacher_logit_softcap``.
     """
     axes = checks.axes(function, axis, shape, of="logits")
     of_candidates = () if candidates is None else (candidates,)
@@ -242,7 +249,7 @@ def loss_call(
             "a mask of positions with the axes of labels; leave one of both out"
         )
     op = FUNCTIONS[function].op if candidates is None else FUNCTIONS[function].several
-    dtypes = dtype, checks.arithmetic_dtype(dtype)
+    dtypes = dtype, checks.arithmetic_dtype(dtype, teacher_dtype or dtype)
     options = LossOptions(
         has_mask=mask is not None,
         has_positions=has_positions,
@@ -251,33 +258,34 @@ def loss_call(
         logits_scale=logits_scale,
         has_scale=has_scale,
         logit_softcap=softcap(function, logit_softcap),
+        teacher_dtype=teacher_dtype,
+        teacher_softcap=softcap(function, teacher_softcap, "teacher_logit_softcap"),
+        reverse=checks.flag(function, "reverse", reverse),
     )
     call = Call.forward(function, op, view, dtypes, options, implementation)
-    check_numbers(
-        function,
-        call.spec.compute_dtype,
-        call.spec.logits.logits_scale,
-        call.spec.loss.logit_softcap,
-        call.spec.loss.z_loss,
-    )
+    check_numbers(function, call.spec.compute_dtype, call.spec.loss)
     return call
 
 
-def check_numbers(
-    function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
-) -> None:
-    """Raise ValueError unless the given options of a loss are finite in `dtype`.
+def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
+    """Raise ValueError unless the options of a loss are finite in `dtype`.
 
-    Raise it also if `logits_scale` or `logit_softcap` is 0 in `dtype`. `dtype` is the dtype of the
-    arithmetic.
+    Raise it also if the scale of the logits or a softcap is 0 in `dtype`.
+
+    Args:
+      function: name of the public function.
+      dtype: dtype of the arithmetic.
+      options: a `LossOptions`, or an object with the same attributes.
     """
-    checks.finite_in(function, dtype, {"z_loss": z_loss})
-    positive: dict[str, float | None] = {
-        "logits_scale": logits_scale,
-        "logit_softcap": logit_softcap,
+    checks.finite_in(function, dtype, {"z_loss": options.z_loss})
+    positive: dict[str, float] = {"logits_scale": options.logits_scale}
+    caps = {
+        "logit_softcap": options.logit_softcap,
+        "teacher_logit_softcap": options.teacher_softcap,
     }
-    if logit_softcap is not None:
-        positive["logits_scale / logit_softcap"] = logits_scale / logit_softcap
+    for name, cap in caps.items():
+        if cap is not None:
+            positive |= {name: cap, f"logits_scale / {name}": options.logits_scale / cap}
     checks.finite_in(function, dtype, positive, above_zero=True)
 
 
