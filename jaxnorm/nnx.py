@@ -23,8 +23,7 @@ from jaxnorm.models import conversion, nnx_conversion
 from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
-from jaxnorm.operations.norm import layer_norm, rms_norm
-from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
+from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
 
 __all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]

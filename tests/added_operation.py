@@ -55,7 +55,7 @@ def _unrounded(spec):
 
 FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_bwd)
 
-# jaxnorm/operations/norm_residual.py
+# jaxnorm/operations/norm.py
 
 
 def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, implementation=None):
