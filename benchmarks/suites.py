@@ -45,7 +45,7 @@ class TimedCell(Workload):
 
 @dataclasses.dataclass(frozen=True)
 class ShapedCell:
-    """The cell of a block, a loss or a matmul."""
+    """A cell that measures a block, a loss, or a matmul."""
 
     op: str
     direction: Direction

@@ -257,7 +257,8 @@ class Seen:
         """At the end of a context, log which norms were left to Flax or must save their input.
 
         If no norm was called in the context, log a warning about that. `settings` are the settings
-        of the context. `around` are the settings of the enclosing context; None if there is none.
+        of the context. `around` are the settings of the enclosing context, or None without such a
+        context.
         """
         if around is not None:
             # Calls in this context are also calls in the enclosing context, so the enclosing

@@ -8,13 +8,16 @@ z = scale * x + bias are the logits. With d = dy, and sums over the row:
                   dbias = sum(dz) over the rows of x that use the same row of the bias
 
 If y is rounded to 16 bits, its sum may differ from 1, so the kernel computes it and divides by it
-(`Spec.renormalises`). Otherwise, the division by sum(y) is left out. If the bias has one value per
-row, its gradient is the sum of dz over the row. This sum follows from other sums. Because of
-rounding errors, sum(y) or sum(exp(y)) may differ from 1:
+(`Spec.renormalises`). Otherwise, the division by sum(y) is left out.
+
+If the bias has one value per row, its gradient is the sum of dz over the row. The kernel computes
+this sum from other sums:
 
     softmax       sum(dz) = sum(d y) (1 - sum(y))       if dz was not divided by sum(y)
                   sum(dz) = 0                           if it was
     log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
+
+Without rounding errors, sum(y) and sum(exp(y)) would be 1, so this gradient would be 0.
 
 Masked elements have y = 0 (softmax) or y = -inf (log_softmax). Their d counts as 0, even if it is
 infinite. The backward pass of softmax reads no mask, and treats elements with y = 0 as masked,
