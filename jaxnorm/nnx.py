@@ -170,8 +170,8 @@ class RMSNorm(nnx.RMSNorm):
 class GroupNorm(nnx.GroupNorm):
     """:class:`flax.nnx.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    Its arguments and parameters, and the calls that run Flax's code, are as for
-    :class:`jaxnorm.nnx.LayerNorm`. Channels are the last axis of x.
+    Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
+    Flax's code for the same calls. Channels are the last axis of x.
 
     Args:
       num_features: number of channels.

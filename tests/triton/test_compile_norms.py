@@ -278,7 +278,7 @@ def test_calls_lower_for_cuda(name):
 
 # ---------------------------------------------------------------------- norms with rotary embedding
 
-# Pairs: the number of columns of a head, and the number of rotated columns.
+# Each entry is a tuple (number of columns of a head, number of rotated columns).
 HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
 HEADS += [(1024, 1024)]
 
