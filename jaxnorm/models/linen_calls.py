@@ -11,8 +11,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxnorm.models import conversion, flax_modules
-from jaxnorm.operations.norm import layer_norm, rms_norm
-from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
+from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
 # A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of

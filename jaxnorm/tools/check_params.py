@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.operations import checks
+from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
@@ -107,7 +108,7 @@ class ParamReport:
 
 def check_params(
     params: Any,
-    dtype: checks.DTypeLike,
+    dtype: DTypeLike,
     *,
     scale_offset: float = 0.0,
     rotated: str | Sequence[str] | None = None,
