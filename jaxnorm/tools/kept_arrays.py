@@ -372,8 +372,7 @@ def _is_library_s(body: Jaxpr) -> bool:
     All calls of such a function share one trace. The source lines recorded in the trace may
     therefore be those of another call.
     """
-    place = getattr(getattr(body, "debug_info", None), "func_src_info", None) or ""
-    return any(folder in place for folder in _folders())
+    return any(folder in body.debug_info.func_src_info for folder in _folders())
 
 
 # -------------------------------------------------------------------------- elementwise operations
@@ -454,7 +453,7 @@ def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
     The weight may be the first operand, as in `jax.vmap` of ``weight @ x``, and the contracted axis
     may be any axis of the rows.
     """
-    if product.made_by != "dot_general" or product.equation is None:
+    if product.made_by != "dot_general":
         return None
     (lhs, rhs), batch = product.equation.params["dimension_numbers"]
     first, second = product.operands

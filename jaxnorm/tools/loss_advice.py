@@ -225,9 +225,7 @@ def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
     """
     last = len(exponential.shape) - 1
     sums = [t for t in kept_arrays.users(exponential) if t.made_by == "reduce_sum"]
-    if not any(
-        s.equation is not None and tuple(s.equation.params["axes"]) == (last,) for s in sums
-    ):
+    if not any(tuple(s.equation.params["axes"]) == (last,) for s in sums):
         return False
     picked = [t for v in inside for t in v.users if t.made_by == "gather"]
     if any(v.made_by == "log" for v in inside) or (picked and all(map(_is_logged, picked))):

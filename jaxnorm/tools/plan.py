@@ -105,11 +105,7 @@ def implementation_for(
     arguments = {**_required(call, x, arguments), **arguments}
     arrays = {name: a for name, a in arguments.items() if hasattr(a, "shape")}
     options = {name: a for name, a in arguments.items() if name not in arrays}
-    floats = {
-        name: a
-        for name, a in arrays.items()
-        if jnp.issubdtype(a.dtype, jnp.floating) and operations.OPERANDS.get(name) != "table"
-    }
+    floats = {name: a for name, a in arrays.items() if is_differentiated(name, a)}
     constants = {name: a for name, a in arrays.items() if name not in floats}
     if function in _XLA_ONLY or function in OF_LOGITS:
         jax.eval_shape(lambda x, arrays: call(x, **arrays, **options), x, arrays)
@@ -138,6 +134,14 @@ def implementation_for(
         return first.forced(name)
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
+
+
+def is_differentiated(name: str, array: Any) -> bool:
+    """Return True for a float operand that is not a rotary table.
+
+    No kernel computes the gradients of rotary tables.
+    """
+    return jnp.issubdtype(array.dtype, jnp.floating) and operations.OPERANDS.get(name) != "table"
 
 
 def functions() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.tools import references
-from jaxnorm.tools.plan import calls_in
+from jaxnorm.tools.plan import calls_in, is_differentiated
 from jaxnorm.tools.references import Results
 from jaxnorm.tools.running_error import Bounded
 from jaxnorm.tools.text import progress, table
@@ -335,14 +335,6 @@ def check(
     value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
     gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())
     return Outcome(case, dtype, implementations, value, gradient)
-
-
-def is_differentiated(name: str, array: jax.Array) -> bool:
-    """Return True for a float operand that is not a rotary table.
-
-    No kernel computes the gradients of rotary tables.
-    """
-    return jnp.issubdtype(array.dtype, jnp.floating) and OPERANDS.get(name) != "table"
 
 
 def _implementations(program: Any) -> tuple[str, ...]:

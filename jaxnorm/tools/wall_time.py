@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from jaxnorm.tools.plan import implementation_for
-from jaxnorm.tools.selfcheck import Operands, Passes, is_differentiated, passes
+from jaxnorm.tools.plan import implementation_for, is_differentiated
+from jaxnorm.tools.selfcheck import Operands, Passes, passes
 from jaxnorm.tools.text import progress, table
 from jaxnorm_kernels import timings
 
