@@ -111,6 +111,15 @@ def assert_as_accurate(ours, theirs, x, times=1):
     reference.assert_as_accurate(ours, theirs, expected)
 
 
+def assert_told(caplog, function, kind, subclass):
+    """Assert that one warning names the module of class `kind` and the module of its subclass."""
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"jaxnorm.{function}: 1 modules call functions of calls: a ({kind}). 1 modules are left as "
+        f"they are: b ({subclass} is a subclass of {kind}, which calls has)"
+    )
+
+
 def norms_in(function, *args):
     return str(jax.make_jaxpr(function)(*args)).count("jaxnorm.rms_norm")
 
@@ -129,11 +138,7 @@ def test_nnx(caplog):
     assert [norms_in(model[key], x) for key in "abc"] == [1, 0, 1]
     for key, node in model.items():
         assert_as_accurate(node(x), before[key], x)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "jaxnorm.nnx.convert: 1 modules call functions of calls: a (NnxNorm). 1 modules are left "
-        "as they are: b (NnxSubclass is a subclass of NnxNorm, which calls has)"
-    )
+    assert_told(caplog, "nnx.convert", "NnxNorm", "NnxSubclass")
 
 
 def test_linen(caplog):
@@ -145,11 +150,7 @@ def test_linen(caplog):
         assert norms_in(model.apply, variables, x) == 2
     assert_as_accurate(ours, y, x, times=3)
     assert jax.tree.structure(same) == jax.tree.structure(variables)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "jaxnorm.linen.converted: 1 modules call functions of calls: a (LinenNorm). 1 modules are "
-        "left as they are: b (LinenSubclass is a subclass of LinenNorm, which calls has)"
-    )
+    assert_told(caplog, "linen.converted", "LinenNorm", "LinenSubclass")
     assert norms_in(model.apply, variables, x) == 0
 
 
@@ -164,11 +165,7 @@ def test_equinox(caplog):
     assert norms_in(model["a"], x) == 0
     for key, node in converted.items():
         assert_as_accurate(node(x), model[key](x), x)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "jaxnorm.equinox.convert: 1 modules call functions of calls: a (EqxNorm). 1 modules are "
-        "left as they are: b (EqxSubclass is a subclass of EqxNorm, which calls has)"
-    )
+    assert_told(caplog, "equinox.convert", "EqxNorm", "EqxSubclass")
 
 
 def test_equinox_modules_inside_modules():

@@ -24,10 +24,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 
 CHANNELS = 12
 X, D = normal((3, 5, 4, CHANNELS)), normal((3, 5, 4, CHANNELS), 1)
-random_init = {
-    "scale_init": nn.initializers.normal(1.0),
-    "bias_init": nn.initializers.normal(1.0),
-}
+random_init = {"scale_init": nn.initializers.normal(1.0), "bias_init": nn.initializers.normal(1.0)}
 
 # Each entry sets some fields of the tested modules. Every field of Flax's module is set in at least
 # one entry. If an entry does not set num_groups, num_groups is 4.

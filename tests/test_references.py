@@ -123,12 +123,7 @@ CASES = [
         {**_SUM, "scale": PARAMETER},
         {},
     ),
-    (
-        "norm_add_norm",
-        norm_add_norm,
-        {**_SUM, "scale": PARAMETER, "next_scale": PARAMETER},
-        {},
-    ),
+    ("norm_add_norm", norm_add_norm, {**_SUM, "scale": PARAMETER, "next_scale": PARAMETER}, {}),
     *(
         (
             "norm_rope",
@@ -140,12 +135,7 @@ CASES = [
         for interleaved in (False, True)
     ),
     *(
-        (
-            "norm_gated",
-            gated,
-            {"x": X, "gate": X, "scale": PARAMETER},
-            {"norm_before_gate": before},
-        )
+        ("norm_gated", gated, {"x": X, "gate": X, "scale": PARAMETER}, {"norm_before_gate": before})
         for before in (True, False)
     ),
     (

@@ -37,11 +37,7 @@ def called(
 
 
 def normalised(
-    norm: Any,
-    added: flax_modules.Added,
-    x: Any,
-    residual: Any = None,
-    judged: Judged = None,
+    norm: Any, added: flax_modules.Added, x: Any, residual: Any = None, judged: Judged = None
 ) -> Any:
     """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 

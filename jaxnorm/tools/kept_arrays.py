@@ -26,11 +26,7 @@ _CALLS = {"jit", "custom_jvp_call", "custom_vjp_call", "remat2", "shard_map"}
 # JAX's new rematerialisation (``jax_remat3``) has its own primitives. Each of them is treated like
 # a primitive of the default rematerialisation. The dict maps the name of the new primitive's class
 # to the name of the default primitive.
-_HIGH_LEVEL = {
-    "CheckpointName": "name",
-    "CheckpointNameFwd": "name",
-    "RematTraced": "remat2",
-}
+_HIGH_LEVEL = {"CheckpointName": "name", "CheckpointNameFwd": "name", "RematTraced": "remat2"}
 
 #: The value of `Value.made_by` for an array that a scan stacks from its iterations. (It is not
 #: "stack", because JAX has a primitive of that name.)
@@ -183,12 +179,7 @@ class Program:
         return 0 if is_there else value.bytes * value.layers
 
     def _results(
-        self,
-        jaxpr: Jaxpr,
-        given: Sequence[Value],
-        layers: int,
-        source: str = "",
-        around: str = "",
+        self, jaxpr: Jaxpr, given: Sequence[Value], layers: int, source: str = "", around: str = ""
     ) -> list[Value]:
         """Add the arrays of a jaxpr to the graph, and return its results.
 

@@ -64,8 +64,7 @@ CALLS = (
     Timed("rms_norm", {"x": _ROWS, "scale": _ROWS[-1:]}),
     Timed("add_rms_norm", {"x": _ROWS, "residual": _ROWS, "scale": _ROWS[-1:]}),
     Timed(
-        "softmax_cross_entropy_with_integer_labels",
-        {"logits": (4096, 32768), "labels": (4096,)},
+        "softmax_cross_entropy_with_integer_labels", {"logits": (4096, 32768), "labels": (4096,)}
     ),
     Timed("softmax", {"x": (4, 16, 1024, 1024)}, options={"causal": True}),
     Timed(
