@@ -21,16 +21,16 @@ def linear_layers(program: Program) -> Iterator[Advice]:
     frozen or a constant.
     """
     try:
-        for value in program.values:
-            factors = kept_arrays.rows_and_weight(value)
-            advice = None if factors is None else _of_matmul(value, origin(factors[0]), program)
-            if advice is not None:
-                yield advice
+        yield from filter(None, (_of_matmul(value, program) for value in program.values))
     finally:  # The cache's keys are arrays of this graph, which would otherwise stay in memory.
         _sources.cache_clear()
 
 
-def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
+def _of_matmul(matmul: Value, program: Program) -> Advice | None:
+    factors = kept_arrays.rows_and_weight(matmul)
+    if factors is None:
+        return None
+    h = origin(factors[0])
     sources, is_nonlinear, is_alone = _sources(h)
     # Leave out random bits: the mask of dropout is recomputed from the random key, and not saved.
     arrays = [s for s in sources if s.made_by != "random_bits"]

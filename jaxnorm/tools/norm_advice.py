@@ -55,10 +55,8 @@ def norms(program: Program) -> Iterator[Advice]:
 
     In GroupNorm, x may also be reshaped for the sums.
     """
-    for root, region in _regions(program):
-        advice = _of_norm(root, region, program) if any(map(_is_by_a_root, region)) else None
-        if advice is not None:
-            yield advice
+    found = (_of_norm(root, region, program) for root, region in _regions(program))
+    yield from filter(None, found)
 
 
 def gated_sums(program: Program) -> Iterator[Advice]:
@@ -112,10 +110,8 @@ def activations(program: Program) -> Iterator[Advice]:
 
     The norm's result may be reshaped before the activation, as in GroupNorm.
     """
-    for root, region in _regions(program):
-        advice = _after_norm(root, region, program) if not any(map(_is_by_a_root, region)) else None
-        if advice is not None:
-            yield advice
+    found = (_after_norm(root, region, program) for root, region in _regions(program))
+    yield from filter(None, found)
 
 
 def rotations(program: Program) -> Iterator[Advice]:
@@ -269,8 +265,10 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     normalised = _computed_from(region, _is_by_a_root)
     out = _leaving(root, region)
     results = [v for v in out if v in normalised]
+    if not results:
+        return None
     activation = _activation(region, results)
-    if not results or (activation is None and _nonlinear(region)):
+    if activation is None and _nonlinear(region):
         return None
     is_free = all(t.made_by in _LINEAR for t in kept_arrays.users_outside([root], inside))
     again = _cast_again(results)
@@ -329,11 +327,13 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
     while way[-1].made_by in NAMING or way[-1].made_by == "reshape":
         way.append(way[-1].operands[0])
     norm, out = way[-1], _leaving(root, region)
-    activation = _activation(region, out)
-    if norm.made_by not in ("jaxnorm.layer_norm", "jaxnorm.rms_norm") or activation is None:
+    if norm.made_by not in ("jaxnorm.layer_norm", "jaxnorm.rms_norm"):
         return None
-    if norm.equation.params["call"].spec.norm.activation is not None:
-        return None  # The norm already has an activation.
+    if any(map(_is_by_a_root, region)):
+        return None  # A norm in plain JAX follows; see `_of_norm`.
+    activation = _activation(region, out)
+    if activation is None or norm.equation.params["call"].spec.norm.activation is not None:
+        return None  # There is no activation, or the norm already has one.
     users = kept_arrays.users_outside(way, {*region, *way})
     is_free = all(user.made_by == STACKED for user in users)
     if any(program.by_origin.get(v) in program.advised for v in region):
