@@ -121,10 +121,8 @@ def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's code."""
-    dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
-    if norm.dtype is not None:
-        dtypes_seen.append(jnp.dtype(norm.dtype))
-    names = [seen.name for seen in dtypes_seen]
+    dtypes_seen = jnp.result_type(x), norm.param_dtype, norm.dtype
+    names = [jnp.dtype(seen).name for seen in dtypes_seen if seen is not None]
     reasons = (
         ("a mask", mask is not None),
         (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
