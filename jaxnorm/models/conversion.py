@@ -127,10 +127,9 @@ def decided(
         if (why := why_left(theirs[path])) is not None:
             left[path] = why
             continue
-        why = why_input(theirs[path]) if save == "output" else None
-        saves[path] = save if why is None else "input"
-        if why is not None:
+        if save == "output" and (why := why_input(theirs[path])) is not None:
             kept[path] = why
+        saves[path] = "input" if path in kept else save
     package = "equinox" if function.startswith("equinox") else "Flax"
     own = [type(theirs[p]).__name__ for p in left if converted_as(type(theirs[p]), classes) is None]
     outcomes = {f"are left to {package}": left, KEPT: kept}

@@ -142,12 +142,11 @@ class Program:
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
-        constants = [Value(v.aval, "argument") for v in jaxpr.constvars]
         given = [
             Value(v.aval, "argument", is_active=active)
             for v, active in zip(jaxpr.invars, is_active, strict=True)
         ]
-        results = self._results(jaxpr, [*constants, *given], 1)
+        results = self._results(jaxpr, given, 1)
         for value, v in zip(results[count:], jaxpr.outvars[count:]):
             Value(v.aval, "result", [value])
         self.outputs = results[:count]
@@ -185,14 +184,15 @@ class Program:
 
         Args:
           jaxpr: the jaxpr of the program, or of an inner call or scan.
-          given: the values of its constants and arguments.
+          given: the values of its arguments.
           layers: number of times that the jaxpr runs.
           source: for the jaxpr of a library function, the line of the user's code that calls the
             function. All arrays of the jaxpr then get this line. For other jaxprs, "".
           around: the line of the call or scan that contains the jaxpr. An equation that has no line
             gets this line.
         """
-        values: dict[Var, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
+        values: dict[Var, Value] = dict(zip(jaxpr.invars, given))
+        values.update((v, Value(v.aval, "argument")) for v in jaxpr.constvars)
 
         def read(v: Any) -> Value:
             if isinstance(v, Literal):
@@ -208,10 +208,7 @@ class Program:
                 results = self._scan(equation, body, operands, layers, source)
             elif name in _CALLS and body is not None and len(body.invars) == len(operands):
                 is_library_s = name == "jit" and _is_library_s(body)
-                constants = [Value(v.aval, "argument") for v in body.constvars]
-                inside = self._results(
-                    body, [*constants, *operands], layers, source or line * is_library_s, line
-                )
+                inside = self._results(body, operands, layers, source or line * is_library_s, line)
                 results = [
                     value if value.shape == _shape(v) else _stacked(value, v.aval, line, 1)
                     for value, v in zip(inside, equation.outvars)
@@ -242,8 +239,7 @@ class Program:
                 for v, whole in zip(sliced, operands[consts + carries :])
             ],
         ]
-        constants = [Value(v.aval, "argument") for v in body.constvars]
-        results = self._results(body, [*constants, *given], layers, source, line)
+        results = self._results(body, given, layers, source, line)
         return [
             Value(v.aval, "scan", [value, *operands], line, layers, equation)
             if i < carries
