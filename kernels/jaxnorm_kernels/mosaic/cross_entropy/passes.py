@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, present
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     Ref,
@@ -239,7 +239,7 @@ def launch_forward(
       results: the number of returned arrays that have one float32 number per row.
       sums: the number of sums that each warp contributes to ``row.gather``.
     """
-    arrays = [operand for operand in operands if operand is not None]
+    arrays = present(*operands)
     gather = Gather(schedule.warpgroups, schedule.cluster, values=sums)
     scratch_types = gather.scratch()
     outputs: list[tuple[tuple[int, ...], np.dtype]] = [((spec.rows,), _F32)] * results
@@ -389,7 +389,7 @@ def launch_backward(
     """
     of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
-    arrays = [*logits, *([] if labels is None else [labels]), *numbers]
+    arrays = present(*logits, labels, *numbers)
 
     def body(*refs: Ref) -> None:
         operand_refs, (dx,) = refs[: len(arrays)], refs[len(arrays) :] or refs[:1]

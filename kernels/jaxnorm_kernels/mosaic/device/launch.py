@@ -111,6 +111,11 @@ def launch(
         return (*[jax.freeze(ref) for ref in refs], *results)
 
 
+def present[T](*values: T | None) -> list[T]:
+    """Return the values that are not None, such as the operands that a call has."""
+    return [value for value in values if value is not None]
+
+
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
     """Split `refs` into consecutive groups of these sizes, and one more group with the rest."""
     parts = []

@@ -34,8 +34,8 @@ import numpy as np
 from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.gradients import two_norms_bwd as composed_two_norms_bwd
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, RowOperands
+from jaxnorm_kernels.mosaic.device.launch import present, required
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, BackwardCall, Formula
 from jaxnorm_kernels.mosaic.loops.narrow_rows import (
     PipelinedNarrowRows,
     pipelined_narrow_rows_backward,
@@ -206,46 +206,30 @@ def _run(
     `results`. The second is a dict that maps the name of each parameter to its gradient.
     """
     schedule = required(schedule or norm_schedule(spec), spec)
-    outputs = _kernel(
-        formula,
-        schedule,
-        persistent_blocks(spec, schedule),
-        spec.groups,
-        tuple(results),
-        f"jaxnorm_{op or spec.op}_bwd",
-        *[[a for a in arrays if a is not None] for arrays in (rows, residuals.stats, params)],
+    call = BackwardCall(
+        present(*rows),
+        residuals.stats,
+        present(*params),
+        groups=spec.groups,
+        blocks=persistent_blocks(spec, schedule),
+        results=tuple(results),
+        name=f"jaxnorm_{op or spec.op}_bwd",
     )
+    outputs = _kernel(formula, call, schedule)
     dtypes = [spec.dtype(name) for name in names]
     groups = [getattr(spec.norm, f"{name}_groups", spec.groups) for name in names]
     gradients = add_partials(outputs[len(results) :], dtypes, groups)
     return outputs[: len(results)], dict(zip(names, gradients))
 
 
-@functools.partial(jax.jit, static_argnums=range(6))
-def _kernel(
-    formula: Formula,
-    schedule: NormSchedule,
-    blocks: int,
-    groups: int,
-    results: tuple[np.dtype, ...],
-    name: str,
-    rows: Arrays,
-    stats: Arrays,
-    params: Arrays,
-) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames=("formula", "schedule"))
+def _kernel(formula: Formula, call: BackwardCall, schedule: NormSchedule) -> tuple[jax.Array, ...]:
     """Run the kernel of a formula, inside `jax.jit`.
 
     Because of `jax.jit`, a program lowers equal kernels only once, even if they belong to different
     operations. For example, `norm` with an extra cotangent and `add_norm` have the same kernel.
     """
-    return _KERNELS[type(schedule)](
-        formula,
-        RowOperands(rows, stats, params, groups),
-        schedule=schedule,
-        blocks=blocks,
-        results=results,
-        name=name,
-    )
+    return _KERNELS[type(schedule)](formula, call, schedule)
 
 
 # -------------------------------------------------------------------------------------------------

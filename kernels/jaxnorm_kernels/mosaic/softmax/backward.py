@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.launch import required
+from jaxnorm_kernels.mosaic.device.launch import present, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays
 from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters, in_registers_backward
@@ -145,7 +145,7 @@ def softmax_bwd(
 
     dx, *rest = in_registers_backward(
         formula,
-        [y, dy, *([mask] if mask is not None and spec.reads_mask else [])],
+        present(y, dy, mask if spec.reads_mask else None),
         read,
         tile,
         rows=spec.rows,
