@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, warpgroup_index
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -454,10 +454,7 @@ class SplitRow(Tile):
         self.exchange.ready()
 
     def _index(self) -> Any:
-        index = lax.axis_index(WARPGROUP)
-        if self.cluster > 1:
-            index += lax.axis_index(CLUSTER) * self.warpgroups
-        return index
+        return warpgroup_index(self.warpgroups, self.cluster)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
         return flat_index(shape, self.layout)
