@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.gradients import add_rows
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import present, required, split
@@ -222,5 +223,4 @@ def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) 
     # infinite or NaN, sum(dz) must be NaN. ``totals - totals`` is 0 for a finite total, and NaN
     # otherwise.
     dz = totals - totals if spec.renormalises else totals * (1 - weights)
-    broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
-    return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
+    return add_rows(shared, dz)
