@@ -121,8 +121,8 @@ class LayerNorm(nnx.LayerNorm):
 class RMSNorm(nnx.RMSNorm):
     """:class:`flax.nnx.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    Its arguments and parameters, and the calls that run Flax's code, are as for
-    :class:`jaxnorm.nnx.LayerNorm`.
+    Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
+    Flax's code for the same calls.
 
     Args:
       num_features: number of elements of scale.
