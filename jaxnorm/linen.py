@@ -81,8 +81,8 @@ class LayerNorm(_Settings, nn.LayerNorm):
 class RMSNorm(_Settings, nn.RMSNorm):
     """:class:`flax.linen.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    Its fields and parameters, and the calls that run Flax's code, are as for
-    :class:`jaxnorm.linen.LayerNorm`.
+    Its fields and parameters are as for :class:`jaxnorm.linen.LayerNorm`, and it falls back to
+    Flax's code for the same calls.
 
     Attributes:
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
