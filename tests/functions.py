@@ -440,7 +440,7 @@ def public_functions() -> set[str]:
 def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
     """Return the operands of the entry `name`: floats in `dtype`, and then labels and masks."""
     arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
-    return tuple(jnp.asarray(a, dtype) if a.dtype == np.float64 else a for a in arrays)
+    return tuple(jax.device_put(a.astype(dtype)) if a.dtype == np.float64 else a for a in arrays)
 
 
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
