@@ -124,12 +124,16 @@ def sizes_of(compiled):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
 
 
-# Each function runs in each layout on each kind of mesh axis. Such a case runs either XLA's code or
-# the stand-in for a kernel. Over all cases, each function runs both, and so does each combination
-# of a layout and a kind of axis.
-PLACES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
+# Each function runs in each layout, on each kind of mesh axis with XLA's code and with the stand-in
+# for a kernel. Over all functions, each layout meets each kind and each of the two codes several
+# times.
+WAYS = [(kind, runs) for kind in KINDS for runs in ("xla", "kernel")]
 CASES = [
-    *((name, *place, runs) for runs, name, place in pairwise(["xla", "kernel"], NAMES, PLACES)),
+    *(
+        (name, layout, *WAYS[(i + j) % len(WAYS)])
+        for i, name in enumerate(NAMES)
+        for j, layout in enumerate(LAYOUTS)
+    ),
     *(
         (name, layout, kind, runs)
         for layout in OF_TABLES
@@ -153,9 +157,13 @@ def is_its_own(name, layout, kind, runs):
 CASES = [
     # In the functions of SCATTERED, rows with equal parameters are not consecutive. The stand-in
     # does not support this, so these functions run XLA's code.
-    (*case[:3], "xla" if case[0] in SCATTERED else case[3])
-    for case in CASES
-    if not is_its_own(*case)
+    (
+        name,
+        layout,
+        "explicit" if is_its_own(name, layout, kind, runs) else kind,
+        "xla" if name in SCATTERED else runs,
+    )
+    for name, layout, kind, runs in CASES
 ]
 
 
