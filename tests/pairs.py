@@ -8,6 +8,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
+# Maps each implementation with kernels to the mark of its cases.
+KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
+
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return combinations, with one value per axis, that cover all pairs of values.
@@ -39,3 +44,26 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         for value in enumerate(places[best]):
             times[value] += 1
     return [tuple(axis[i] for axis, i in zip(axes, places[at])) for at in sorted(chosen)]
+
+
+def on_each_implementation(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with the names `names` and with the fixture `implementation`.
+
+    Kernels run with all combinations of the values in `axes`. XLA's code runs with combinations
+    that cover all pairs of values.
+    """
+    cases = [("xla", values) for values in pairwise(*axes)]
+    cases += [(kernel, values) for kernel in KERNELS for values in itertools.product(*axes)]
+    return pytest.mark.parametrize(
+        (*names.split(), "implementation"),
+        [
+            pytest.param(
+                *values,
+                implementation,
+                marks=KERNELS.get(implementation, ()),
+                id="-".join(map(str, (*values, implementation))),
+            )
+            for implementation, values in cases
+        ],
+        indirect=["implementation"],
+    )

@@ -17,7 +17,7 @@ from functions import layer_norm, log_prob_and_entropy, losses
 from functions import rms_norm as plain_rms_norm
 from functions import rope as plain_rope
 from jax.experimental import jet
-from pairs import pairwise
+from pairs import KERNELS, pairwise
 from program_error import analyse, assert_analysed, assert_computes, values_of
 from programs import equations, primitives
 
@@ -463,7 +463,6 @@ VARIANTS = [
     *OTHERS,
 ]
 IN_TURN = ["jvp", "forward over reverse", "reverse over reverse"]
-KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 
 
 # Kernels are tested with every derivative of every function. XLA's code is tested with every

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import refused
 from norms import check, normal
+from pairs import on_each_implementation
 from program_error import assert_computes
 from reference import DTYPES, exact
 
@@ -23,7 +24,8 @@ MIXES = [
 ]
 AXES = [-1, 0, (1, 2), (0, -1)]
 PARAMETERS = ["scale and bias", "scale", "bias", "none"]
-each_save = pytest.mark.parametrize("save", ["output", "input"])
+SAVES = ["output", "input"]
+each_save = pytest.mark.parametrize("save", SAVES)
 each_y = pytest.mark.parametrize("y_dtype", ["float32", "bfloat16"])
 
 
@@ -54,11 +56,9 @@ def checked(
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(("x_dtype", "p_dtype", "y_dtype"), MIXES)
-@pytest.mark.parametrize("name", NAMES)
-def test_values_and_gradients(name, x_dtype, p_dtype, y_dtype, axis, save, implementation):
+@on_each_implementation("name mix axis save", NAMES, MIXES, AXES, SAVES)
+def test_values_and_gradients(name, mix, axis, save, implementation):
+    x_dtype, p_dtype, y_dtype = mix
     shape = (64, 8, 40)  # With any of `AXES`, there are enough rows for every kernel.
     given = {"p_dtype": p_dtype, "y_dtype": y_dtype, "axis": axis, "save": save}
     checked(name, shape, x_dtype, implementation=implementation, **given)
@@ -100,9 +100,7 @@ def test_options(options, name, save, implementation):
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("cols", [2, 3, 127, 1000, 4095])
-@pytest.mark.parametrize("name", NAMES)
+@on_each_implementation("name cols save", NAMES, [2, 3, 127, 1000, 4095], SAVES)
 def test_widths(name, cols, save, implementation):
     checked(name, (5, cols), y_dtype="bfloat16", save=save, implementation=implementation)
 
