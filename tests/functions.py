@@ -452,6 +452,21 @@ def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callab
     return lambda *floats: function(*floats, *others)
 
 
+def step_of(name: str) -> Callable[..., Any]:
+    """Return a function that computes the results of function `name` and its gradients.
+
+    The gradients are those with respect to all float operands. The cotangents are the cosines of
+    the results.
+    """
+
+    def step(*operands):
+        floats = [operands[i] for i in floats_in(operands)]
+        y, pullback = jax.vjp(of_floats(FUNCTIONS[name].ours, operands), *floats)
+        return jax.tree.leaves(y), list(pullback(jax.tree.map(jnp.cos, y)))
+
+    return step
+
+
 def call_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, Any]:  # noqa: B008
     """Return two things: a function that runs the call of the entry `name`, and its arguments.
 

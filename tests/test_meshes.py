@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from functions import FUNCTIONS, Sizes, floats_in, gradients, of_floats, operands_of
+from functions import FUNCTIONS, Sizes, floats_in, gradients, of_floats, operands_of, step_of
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, collectives, in_shards, mesh_of
 from pairs import pairwise
@@ -81,21 +81,6 @@ def specs_of(name, layout):
         "logits_bias": P(None, b),
     }
     return [specs[kind] for kind in FUNCTIONS[name].kinds.split()]
-
-
-def step_of(name):
-    """Return a function that computes the results of function `name` and its gradients.
-
-    The gradients are those with respect to all float operands. The cotangents are the cosines of
-    the results.
-    """
-
-    def step(*operands):
-        floats = [operands[i] for i in floats_in(operands)]
-        y, pullback = jax.vjp(of_floats(FUNCTIONS[name].ours, operands), *floats)
-        return jax.tree.leaves(y), list(pullback(jax.tree.map(jnp.cos, y)))
-
-    return step
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import refused
 from functions import rope
 from norm_references import RotatedNorm
 from norms import check, normal, tables
-from pairs import pairwise
+from pairs import on_each_implementation, pairwise
 from program_error import analyse, assert_computes
 from reference import DTYPES, SAFETY, assert_within, exact, relative_error, rounding, unit_roundoff
 
@@ -112,9 +112,7 @@ def test_tables_that_broadcast(lead, save, implementation):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("factor", [1.2, 0.7])
+@on_each_implementation("factor dtype save", [1.2, 0.7], DTYPES, ["output", "input"])
 def test_tables_with_a_factor(factor, dtype, save, implementation):
     """Tables may be multiplied by a factor, as in YaRN and LongRoPE.
 

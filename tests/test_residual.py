@@ -25,8 +25,6 @@ MIXES = [
     ("bfloat16", "float32", "bfloat16", "float32"),
 ]
 SHAPES = [(70, 40), (64, 1024), (130, 768)]
-each_mix = pytest.mark.parametrize(("x_dtype", "r_dtype", "p_dtype", "y_dtype"), MIXES)
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 SAVES = ["output", "input"]
 
 
@@ -55,10 +53,9 @@ def test_addition_before_a_norm(name, mix, shape, save, implementation):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_shape
-@each_mix
-def test_addition_after_a_norm(x_dtype, r_dtype, p_dtype, y_dtype, shape, implementation):
-    del y_dtype  # The result has the residual's dtype.
+@on_each_implementation("mix shape", MIXES, SHAPES)
+def test_addition_after_a_norm(mix, shape, implementation):
+    x_dtype, r_dtype, p_dtype, _ = mix  # The result has the residual's dtype.
     x, residual = operands(shape, x_dtype, r_dtype)
     given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
     check("rms_norm_add", x, implementation=implementation, **given)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from functions import BASIC, FUNCTIONS, Sizes, floats_in, of_floats, operands_of
+from functions import BASIC, FUNCTIONS, Sizes, floats_in, of_floats, operands_of, step_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import in_shards
@@ -52,15 +52,7 @@ def with_gradients(name):
 
     `name` is an entry of `FUNCTIONS`.
     """
-    operands = operands_of(name, sizes=SIZES)
-
-    def run(*operands):
-        floats = [operands[i] for i in floats_in(operands)]
-        function = of_floats(FUNCTIONS[name].ours, operands)
-        y, pullback = jax.vjp(function, *floats)
-        return y, pullback(jax.tree.map(jnp.cos, y))
-
-    return run, operands
+    return step_of(name), operands_of(name, sizes=SIZES)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 import refused
+from pairs import on_each_implementation
 from program_error import analyse, assert_computes
 from reference import assert_within, exact
 
@@ -53,18 +54,15 @@ def check(name, x, d, *, axis=-1, implementation):
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
+@on_each_implementation("name mix axis", [*FUNCTIONS], MIXES, AXES)
+def test_values_and_gradients(name, mix, axis, implementation):
+    x_dtype, y_dtype = mix
     x, d = data((64, 8, 37), x_dtype), data((64, 8, 37), y_dtype, seed=1, scale=1.0)
     check(name, x, d, axis=axis, implementation=implementation)
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
-@pytest.mark.parametrize("cols", [37, 64, 3000])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@on_each_implementation("dtype cols axis", ["bfloat16", "float16"], [37, 64, 3000], [-1, 0, (0, 2)])
 def test_common_part_of_cotangents(dtype, cols, axis, implementation):
     """A large constant that is added to all cotangents of a row does not change the gradient.
 
