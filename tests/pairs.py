@@ -46,24 +46,25 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[i] for axis, i in zip(axes, places[at])) for at in sorted(chosen)]
 
 
+def each_pair(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with the names `names` and all pairs of values of `axes`."""
+    return pytest.mark.parametrize(tuple(names.split()), pairwise(*axes))
+
+
 def on_each_implementation(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize a test with the names `names` and with the fixture `implementation`.
 
     Kernels run with all combinations of the values in `axes`. XLA's code runs with combinations
     that cover all pairs of values.
     """
-    cases = [("xla", values) for values in pairwise(*axes)]
-    cases += [(kernel, values) for kernel in KERNELS for values in itertools.product(*axes)]
+    cases = {"xla": pairwise(*axes), **dict.fromkeys(KERNELS, [*itertools.product(*axes)])}
     return pytest.mark.parametrize(
         (*names.split(), "implementation"),
         [
-            pytest.param(
-                *values,
-                implementation,
-                marks=KERNELS.get(implementation, ()),
-                id="-".join(map(str, (*values, implementation))),
-            )
-            for implementation, values in cases
+            pytest.param(*values, implementation, marks=KERNELS.get(implementation, ()))
+            for implementation, combinations in cases.items()
+            for values in combinations
         ],
         indirect=["implementation"],
+        ids=str,
     )

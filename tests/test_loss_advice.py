@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairs import each_pair
 
 import jaxnorm
 from jaxnorm import memory_report
@@ -91,9 +92,7 @@ def check(before, after, function):
     assert not [row for row in after if row.advice]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_wide", [True, False])
-@pytest.mark.parametrize("loss", [*LOSSES, ours])
+@each_pair("loss is_wide dtype", [*LOSSES, ours], [True, False], ["float32", "bfloat16"])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
     """A matmul followed by a loss gets the advice.
 
@@ -197,9 +196,7 @@ def capped_in_float32(logits):
     return jnp.tanh(logits) * 30
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cap", [capped, capped_in_float32])
-@pytest.mark.parametrize("loss", [*LOSSES, ours])
+@each_pair("loss cap dtype", [*LOSSES, ours], [capped, capped_in_float32], ["float32", "bfloat16"])
 def test_a_softcap_before_the_loss(loss, cap, dtype):
     def before(x, weight, labels):
         return loss(cap(x @ weight).astype(jnp.float32), labels)
