@@ -57,7 +57,7 @@ def on_each_implementation(names: str, *axes: Sequence[Any]) -> pytest.MarkDecor
     Kernels run with all combinations of the values in `axes`. XLA's code runs with combinations
     that cover all pairs of values.
     """
-    cases = {"xla": pairwise(*axes), **dict.fromkeys(KERNELS, [*itertools.product(*axes)])}
+    cases = {"xla": pairwise(*axes), **dict.fromkeys(KERNELS, (*itertools.product(*axes),))}
     return pytest.mark.parametrize(
         (*names.split(), "implementation"),
         [

@@ -246,13 +246,18 @@ WAYS = ["kernel", "xla", "explicit"]
 # In linear layers, the way, the layout and the function interact (`EXCEPTIONS` shows where), so all
 # combinations are tested. Functions of rows share their rules, and so do losses of linear layers.
 # They are tested in each layout in one of the three ways in turn. So each way meets each layout.
+# Functions of rows are also tested with kernels in each layout, because XLA's partitioner gets a
+# rule for each call of a kernel.
 IN_TURN = [name for name in FUNCTIONS if not name.endswith("_linear")]
 CASES = [
     pytest.param(name, layout, way, id=f"{name}-{layout}-{way}")
     for name, function in FUNCTIONS.items()
-    for i, layout in enumerate(OF_PRODUCTS if PRODUCTS & {*function.operands.split()} else OF_ROWS)
+    for of in [OF_PRODUCTS if PRODUCTS & {*function.operands.split()} else OF_ROWS]
+    for i, layout in enumerate(of)
     for j, way in enumerate(WAYS)
-    if name not in IN_TURN or (i + j + IN_TURN.index(name)) % len(WAYS) == 0
+    if name not in IN_TURN
+    or (i + j + IN_TURN.index(name)) % len(WAYS) == 0
+    or (of is OF_ROWS and way == "kernel")
 ]
 
 

@@ -109,15 +109,17 @@ def sizes_of(compiled):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
 
 
-# Each function runs in each layout, on each kind of mesh axis with XLA's code and with the stand-in
-# for a kernel. Over all functions, each layout meets each kind and each of the two codes several
-# times.
+# Each function runs in each layout, on each kind of mesh axis, and with XLA's code and with the
+# stand-in for a kernel. Over all functions, each layout meets each kind and each of the two codes
+# several times. If parameters or columns are sharded, each function also runs the stand-in on Auto
+# axes: only there, the rule for XLA's partitioner and the code for parts of rows matter.
 WAYS = [(kind, runs) for kind in KINDS for runs in ("xla", "kernel")]
 CASES = [
     *(
-        (name, layout, *WAYS[(i + j) % len(WAYS)])
+        (name, layout, *way)
         for i, name in enumerate(NAMES)
         for j, layout in enumerate(LAYOUTS)
+        for way in [WAYS[(i + j) % 6], *[("auto", "kernel")] * (layout in ("columns", "FSDP"))]
     ),
     *(
         (name, layout, kind, runs)
@@ -139,20 +141,16 @@ def is_its_own(name, layout, kind, runs):
     return kind == "manual" and (layout == "columns" or of_positions or of_heads)
 
 
+# In the functions of SCATTERED, rows with equal parameters are not consecutive. The stand-in does
+# not support this, so these functions run XLA's code.
 CASES = [
-    # In the functions of SCATTERED, rows with equal parameters are not consecutive. The stand-in
-    # does not support this, so these functions run XLA's code.
-    (
-        name,
-        layout,
-        "explicit" if is_its_own(name, layout, kind, runs) else kind,
-        "xla" if name in SCATTERED else runs,
-    )
+    (name, layout, "explicit" if is_its_own(name, layout, kind, runs) else kind, code)
     for name, layout, kind, runs in CASES
+    for code in ["xla" if name in SCATTERED else runs]
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
+@pytest.mark.parametrize(("name", "layout", "kind", "runs"), [*dict.fromkeys(CASES)])
 def test_rows_on_a_mesh(name, layout, kind, runs):
     """Values are correct, kernels run on complete rows of a shard, and few arrays are exchanged.
 
