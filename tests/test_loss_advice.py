@@ -106,9 +106,7 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
     check(*reports(before, LINEAR, *operands(dtype, dtype)), "linear_softmax_cross_entropy")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_wide", [True, False])
-@pytest.mark.parametrize("is_product", [True, False])
+@each_pair("is_product is_wide dtype", [True, False], [True, False], ["float32", "bfloat16"])
 def test_log_probabilities(is_product, is_wide, dtype):
     """With `log_prob_and_entropy`, the logits of a matmul are not saved.
 

@@ -103,8 +103,7 @@ def test_values_and_gradients(mix, size, save, interleaved, implementation):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("lead", BROADCAST, ids=str)
+@on_each_implementation("lead save", BROADCAST, ["output", "input"])
 def test_tables_that_broadcast(lead, save, implementation):
     x = normal((2, 8, 4, 64), "float32", 0)
     cos, sin = tables((*lead, 32))
@@ -125,8 +124,7 @@ def test_tables_with_a_factor(factor, dtype, save, implementation):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_each_implementation("dtype save", ["float32", "bfloat16"], ["output", "input"])
 def test_no_scale(dtype, save, implementation):
     cos, sin = tables((8, 1, 16))
     x = normal((2, 8, 4, 64), dtype, 0)

@@ -19,7 +19,6 @@ import jaxnorm
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 FUNCTIONS = {"add_layer_norm": jaxnorm.add_layer_norm, "add_rms_norm": jaxnorm.add_rms_norm}
-each_function = pytest.mark.parametrize("name", FUNCTIONS)
 SAVES = ["output", "input"]
 
 # Dtypes of x, residual, parameters and y.
@@ -103,7 +102,7 @@ def test_over_other_axes(x64):
 
 
 @pytest.mark.parametrize("groups", [1, 32])
-@each_function
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_block_is_a_kernel_each_way(name, groups):
     """Each pass is one kernel.
 

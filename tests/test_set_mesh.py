@@ -57,8 +57,7 @@ def with_gradients(name):
 
 @functools.cache
 def on_one_device(name):
-    run, operands = with_gradients(name)
-    return analyse(run, *operands)
+    return analyse(step_of(name), *operands_of(name, sizes=SIZES))
 
 
 def mesh_of(name):
