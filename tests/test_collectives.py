@@ -245,7 +245,7 @@ PRODUCTS = {"weight", "down", "head"}
 WAYS = ["kernel", "xla", "explicit"]
 # In linear layers, the way, the layout and the function interact (`EXCEPTIONS` shows where), so all
 # combinations are tested. Functions of rows share their rules, and so do losses of linear layers.
-# They are tested once in each layout, with successive ways, so that each layout occurs with each way.
+# They are tested once in each layout, with successive ways. So each layout occurs with each way.
 # Functions of rows are also tested with kernels in each layout, because XLA's partitioner gets a
 # rule for each call of a kernel.
 IN_TURN = [name for name in FUNCTIONS if not name.endswith("_linear")]
