@@ -211,7 +211,7 @@ def _round(
         worker.answer(limit_s, since=start)
     left: list[list[Cell]] = []
     for worker, cells in turns:
-        if worker.ended and len(cells) > 1:  # measure each cell alone, to find the one that crashes
+        if worker.ended and len(cells) > 1:  # measure each cell alone, to find which cell crashes
             left += ([cell] for cell in cells)
         else:
             rest = yield from _turn(worker, cells, limit_s)

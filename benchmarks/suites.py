@@ -45,7 +45,7 @@ class TimedCell(Workload):
 
 @dataclasses.dataclass(frozen=True)
 class ShapedCell:
-    """The cell of a block, a loss or a matmul."""
+    """A cell that measures a block, a loss, or a matmul."""
 
     op: str
     direction: Direction
@@ -257,6 +257,9 @@ _losses = functools.partial(_shaped, losses.grid)
 _linear = functools.partial(_shaped, linear.grid)
 
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
+_STACK = {"ms": 4, "jnp_ms": 4, "kernels_ms": 4, "jnp_kernels_ms": 4}
+_COMPILE = {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3}
+_CPU = {"ms": 3, "peer_ms": 3, "ratio": 3}
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
@@ -295,29 +298,8 @@ SUITES: dict[str, Suite] = {
             sides=("jax",),
             batch=1,
         ),
-        Suite(
-            "stacks",
-            StackCell,
-            {"ms": 4, "jnp_ms": 4, "kernels_ms": 4, "jnp_kernels_ms": 4},
-            _stacks,
-            sides=("jax",),
-        ),
-        Suite(
-            "compile",
-            CompileCell,
-            {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3},
-            _compile,
-            sides=("jax",),
-            in_turn=True,
-        ),
-        Suite(
-            "cpu",
-            CpuCell,
-            {"ms": 3, "peer_ms": 3, "ratio": 3},
-            _cpu,
-            sides=("jax",),
-            batch=1,
-            alone=True,
-        ),
+        Suite("stacks", StackCell, _STACK, _stacks, sides=("jax",)),
+        Suite("compile", CompileCell, _COMPILE, _compile, sides=("jax",), in_turn=True),
+        Suite("cpu", CpuCell, _CPU, _cpu, sides=("jax",), batch=1, alone=True),
     )
 }

@@ -8,18 +8,26 @@ softmax functions and norms of :mod:`jax.nn` and Flax, and for optax's cross-ent
 
 from jaxnorm.calls.backends import Choice
 from jaxnorm.operations.gated_linear import activation_linear, gated_linear
-from jaxnorm.operations.kl_divergence import kl_divergence
-from jaxnorm.operations.linear_kl_divergence import linear_kl_divergence
-from jaxnorm.operations.linear_loss import linear_log_prob_and_entropy, linear_softmax_cross_entropy
-from jaxnorm.operations.loss import log_prob_and_entropy, softmax_cross_entropy_with_integer_labels
-from jaxnorm.operations.norm import layer_norm, rms_norm, rms_norm_gated
-from jaxnorm.operations.norm_linear import rms_norm_linear
-from jaxnorm.operations.norm_residual import (
+from jaxnorm.operations.linear_loss import (
+    linear_kl_divergence,
+    linear_log_prob_and_entropy,
+    linear_softmax_cross_entropy,
+)
+from jaxnorm.operations.loss import (
+    kl_divergence,
+    log_prob_and_entropy,
+    softmax_cross_entropy_with_integer_labels,
+)
+from jaxnorm.operations.norm import (
     add_layer_norm,
     add_rms_norm,
+    layer_norm,
+    rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_gated,
 )
+from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.norm_rope import rms_norm_rope
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy

@@ -23,18 +23,10 @@ from jaxnorm.models import conversion, nnx_conversion
 from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
-from jaxnorm.operations.norm import layer_norm, rms_norm
-from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
+from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
 
-__all__ = [
-    "GroupNorm",
-    "LayerNorm",
-    "RMSNorm",
-    "RMSNormDense",
-    "convert",
-    "dot_product_attention",
-]
+__all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]
 
 dot_product_attention.__module__ = __name__  # Users import it from this module.
 
@@ -129,8 +121,8 @@ class LayerNorm(nnx.LayerNorm):
 class RMSNorm(nnx.RMSNorm):
     """:class:`flax.nnx.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    Its arguments and parameters, and the calls that run Flax's code, are as for
-    :class:`jaxnorm.nnx.LayerNorm`.
+    Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
+    Flax's code for the same calls.
 
     Args:
       num_features: number of elements of scale.
@@ -178,8 +170,8 @@ class RMSNorm(nnx.RMSNorm):
 class GroupNorm(nnx.GroupNorm):
     """:class:`flax.nnx.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    Its arguments and parameters, and the calls that run Flax's code, are as for
-    :class:`jaxnorm.nnx.LayerNorm`. Channels are the last axis of x.
+    Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
+    Flax's code for the same calls. Channels are the last axis of x.
 
     Args:
       num_features: number of channels.

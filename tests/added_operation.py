@@ -55,14 +55,14 @@ def _unrounded(spec):
 
 FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_bwd)
 
-# jaxnorm/operations/norm_residual.py
+# jaxnorm/operations/norm.py
 
 
 def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, implementation=None):
     (y,) = norm.normalise(
         "rms_norm_scaled",
         x,
-        scale=scale,
+        {"scale": scale},
         axis=axis,
         epsilon=epsilon,
         save="input",

@@ -5,7 +5,10 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import reference
+
+each_norm = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 
 
 def normal(shape, seed=0):

@@ -45,6 +45,7 @@ class Linear:
     dtype: str | None = None
 
     of_rows: ClassVar = CrossEntropy
+    logits_roundoff: ClassVar = staticmethod(unit_roundoff)
     # The number of roundings of a gradient: one when it is saved, and one when it is multiplied by
     # the loss's cotangent.
     roundings: ClassVar = 2
@@ -80,10 +81,6 @@ class Linear:
         error = error + self.v * (np.abs(product) + np.abs(logits) + np.abs(self.bias))
         # This bound counts rounding errors only to first order; the factor 1.1 covers the rest.
         self.error = 1.1 * error.max(-1)
-
-    @staticmethod
-    def logits_roundoff(dtype):
-        return unit_roundoff(dtype)
 
     @property
     def losses(self):

@@ -76,11 +76,8 @@ class Linear(linear_loss_cases.Linear):
     """
 
     of_rows = LogProbs
+    logits_roundoff = staticmethod(arithmetic)
     roundings = 1
-
-    @staticmethod
-    def logits_roundoff(dtype):
-        return arithmetic(dtype)
 
     @property
     def results(self):

@@ -6,16 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 import pytest
+from specs import BF16, F16, F32
 
 from jaxnorm.calls.call import Call
 from jaxnorm.operations.softmax import _softmax_of
 from jaxnorm.tools.plan import calls_in
 
 SCALE = 0.37
-BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 
 
 @dataclasses.dataclass(frozen=True)

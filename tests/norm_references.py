@@ -10,6 +10,7 @@ everywhere:
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,8 +20,23 @@ from reference import SAFETY, Norm, TwoNorms, activated, arithmetic, rounding
 from jaxnorm.tools import references
 
 
+class _Arithmetic:
+    """The dtype of a call's arithmetic, for a class that has the dtypes of the call's arrays."""
+
+    dtypes: tuple[str, str, str]
+
+    @functools.cached_property
+    def u(self) -> float:
+        """The unit roundoff of the arithmetic."""
+        return arithmetic(*self.dtypes)
+
+    @property
+    def wide(self) -> str:
+        return "float64" if "float64" in self.dtypes else "float32"
+
+
 @dataclasses.dataclass
-class GatedNorm:
+class GatedNorm(_Arithmetic):
     """A norm whose input or result is multiplied by a = activation(gate).
 
     Arrays of rows have the shape (..., N), and parameters broadcast to it.
@@ -36,12 +52,10 @@ class GatedNorm:
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        self.u = arithmetic(*self.dtypes)
         self.a, self.slope, self.a_error, self.slope_error = activated(
             self.activation, self.gate, self.u
         )
         before = self.norm_before_gate
-        wide = "float64" if "float64" in self.dtypes else "float32"
         self.norm = Norm(
             self.x if before else self.x * self.a,
             self.gain,
@@ -50,8 +64,8 @@ class GatedNorm:
             False,
             self.epsilon,
             "input",
-            wide,  # the norm is not rounded before it is multiplied
-            wide,
+            self.wide,  # the norm is not rounded before it is multiplied
+            self.wide,
         )
         if before:
             self.y, self.dx = self.norm.y * self.a, self.norm.dx
@@ -111,7 +125,7 @@ class GatedNorm:
 
 
 @dataclasses.dataclass
-class ScaledSum:
+class ScaledSum(_Arithmetic):
     """``h = residual + branch_scale * x`` and ``y = norm(h)``.
 
     y and the gradients are computed from `h`, the sum that the tested call has stored and rounded.
@@ -132,11 +146,9 @@ class ScaledSum:
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        self.u = arithmetic(*self.dtypes)
         # The norm's gradient is rounded only to the dtype of the arithmetic. dx and dresidual are
         # computed from it, and then rounded to their own dtypes.
-        wide = "float64" if "float64" in self.dtypes else "float32"
-        options = self.subtract_mean, self.epsilon, self.saved, wide, self.dtypes[2]
+        options = self.subtract_mean, self.epsilon, self.saved, self.wide, self.dtypes[2]
         self.norm = Norm(self.h, self.gain, self.bias, self.dy, *options)
         self.norm.u = self.u
         self.dresidual = self.norm.dx + self.dh

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from norm_references import expected
-from reference import SAFETY, arithmetic, assert_within, exact, rounding
+from reference import DTYPES, SAFETY, arithmetic, assert_within, exact, rounding
 from specs import build_spec, changed
 
 import jaxnorm
@@ -24,6 +24,15 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 def normal(shape, dtype, seed, scale=1.0, shift=0.0):
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=shape) * scale + shift, dtype)
+
+
+def mixes(*mixed):
+    """Return dtypes of a call's operands and result: each dtype for all of them, and mixed dtypes.
+
+    In a mix such as "bbfb", each letter is a dtype: bfloat16, float32 or float16 ("h").
+    """
+    names = {"b": "bfloat16", "f": "float32", "h": "float16"}
+    return [*((d,) * 4 for d in DTYPES), *(tuple(names[d] for d in mix) for mix in mixed)]
 
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):

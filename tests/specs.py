@@ -7,10 +7,13 @@ which optional operands and results exist, so that tests need not list their nam
 import dataclasses
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxnorm_kernels.operations import OPERATIONS, Op
 from jaxnorm_kernels.specs import OPTIONS, Direction, Spec
+
+BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 
 
 def build_spec(

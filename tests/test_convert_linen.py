@@ -4,27 +4,20 @@ import functools
 import math
 import re
 
+import convert_cases
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import (
-    assert_left_to_flax,
-    assert_norm_within_bounds,
-    kernels_in,
-    normal,
-    with_lost_columns,
-)
+from convert_cases import each_norm, kernels_in, normal
 from reference import SAFETY, unit_roundoff
 
 import jaxnorm.linen
 from jaxnorm.models import linen_calls
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-
-each_norm = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 
 
 class LinenModel(nn.Module):
@@ -80,7 +73,7 @@ def test_a_linen_norm_within_converted(name, save):
         gradients, dx = vjp(d)
     jax.tree.map(np.testing.assert_array_equal, variables, module.init(jax.random.key(0), x))
     parameters, gradients = variables["params"], gradients["params"]
-    assert_norm_within_bounds(name, 1e-6, x, d, parameters, y, dx, gradients, save)
+    convert_cases.assert_norm_within_bounds(name, 1e-6, x, d, parameters, y, dx, gradients, save)
 
 
 def test_compiled_functions_are_traced_for_inside_and_for_outside():
@@ -151,7 +144,7 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
         "half (force_float32_reductions=False)",
         "complex (dtypes float32, float32, complex64)",
     ]
-    assert_left_to_flax(caplog, "jaxnorm.linen.converted: 5 of 6", norms)
+    convert_cases.assert_left_to_flax(caplog, "jaxnorm.linen.converted: 5 of 6", norms)
 
 
 def test_a_norm_with_a_named_axis_is_left(caplog):
@@ -175,7 +168,7 @@ def lost(variables, *path):
     lead to the norm's parameters.
     """
     if not path:
-        return with_lost_columns(variables)
+        return convert_cases.with_lost_columns(variables)
     name, *rest = path
     return variables | {name: lost(variables[name], *rest)}
 

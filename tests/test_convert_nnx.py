@@ -1,26 +1,19 @@
 """Conversion of existing nnx models with `jaxnorm.nnx.convert`."""
 
+import convert_cases
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import (
-    assert_left_to_flax,
-    assert_norm_within_bounds,
-    kernels_in,
-    normal,
-    with_lost_columns,
-)
+from convert_cases import each_norm, kernels_in, normal
 from flax import nnx
 from program_error import analyse, assert_analysed
 
 import jaxnorm.nnx
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-
-each_norm = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 
 
 class Block(nnx.Module):
@@ -171,7 +164,7 @@ def test_a_bare_nnx_norm(name):
 
     gradients, dx = nnx.grad(loss, argnums=(0, 1))(norm, x)
     parameters, gradients = (nnx.to_pure_dict(s) for s in (nnx.state(norm), gradients))
-    assert_norm_within_bounds(name, 1e-6, x, d, parameters, norm(x), dx, gradients)
+    convert_cases.assert_norm_within_bounds(name, 1e-6, x, d, parameters, norm(x), dx, gradients)
 
 
 def test_state_of_the_model_before_loads():
@@ -213,7 +206,7 @@ def test_norms_that_are_left_are_named_in_one_line(caplog):
         "instance (feature_axes=-1 are not reduction_axes=(1, 2))",
         "whole (dtypes complex64, float32)",
     ]
-    assert_left_to_flax(caplog, "jaxnorm.nnx.convert: 4 of 5", norms)
+    convert_cases.assert_left_to_flax(caplog, "jaxnorm.nnx.convert: 4 of 5", norms)
 
 
 def test_nothing_is_logged_where_all_is_converted(caplog):
@@ -232,7 +225,7 @@ def lost(norm):
 
     In these columns, x cannot be recovered from the norm's output.
     """
-    for name, value in with_lost_columns({"scale": norm.scale[...]}).items():
+    for name, value in convert_cases.with_lost_columns({"scale": norm.scale[...]}).items():
         if getattr(norm, name, None) is not None:
             getattr(norm, name)[...] = value
     return norm

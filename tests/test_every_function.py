@@ -96,41 +96,38 @@ each_with_rules = pytest.mark.parametrize(
 )
 
 
+def derivatives(function, operands):
+    """Compute derivatives, and return a function that evaluates them."""
+    y, pullback = jax.vjp(function, *operands)
+    _, pushforward = jax.linearize(function, *operands)
+    tangents, cotangents = cosines(operands), cosines(y)
+    batch = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), cotangents)
+    return lambda: [
+        pullback(cotangents),
+        jax.jit(pullback)(cotangents),
+        pushforward(*tangents),
+        jax.vmap(pullback)(batch),
+        jax.linear_transpose(pullback, cotangents)(tangents),
+    ]
+
+
+def second_derivatives(function, operands):
+    """Trace the function, and return a function that differentiates the traced program."""
+    program, tangents = jax.make_jaxpr(scalar(function))(*operands), cosines(operands)
+
+    def run():
+        evaluated = jax.extend.core.jaxpr_as_fun(program)
+        gradient = jax.grad(lambda *a: evaluated(*a)[0], tuple(range(len(operands))))
+        return jax.jvp(gradient, operands, tangents)
+
+    return run
+
+
 @each_with_rules
-def test_derivatives_made_with_64_bit_types_and_used_without(name):
+@pytest.mark.parametrize("of", [derivatives, second_derivatives])
+def test_derivatives_made_with_64_bit_types_and_used_without(of, name):
     with jax.enable_x64(True):
-        function, operands = call_of(name, "float64")
-        y, pullback = jax.vjp(function, *operands)
-        _, pushforward = jax.linearize(function, *operands)
-        tangents, cotangents = cosines(operands), cosines(y)
-        batch = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), cotangents)
-
-        def run():
-            return [
-                pullback(cotangents),
-                jax.jit(pullback)(cotangents),
-                pushforward(*tangents),
-                jax.vmap(pullback)(batch),
-                jax.linear_transpose(pullback, cotangents)(tangents),
-            ]
-
-        expected = run()
-    assert_close(run(), expected)
-
-
-@each_with_rules
-def test_second_derivatives_of_what_was_made_with_64_bit_types(name):
-    """A program that was traced with 64-bit types can be differentiated without them."""
-    with jax.enable_x64(True):
-        function, operands = call_of(name, "float64")
-        program = jax.make_jaxpr(scalar(function))(*operands)
-
-        def run():
-            evaluated = jax.extend.core.jaxpr_as_fun(program)
-            gradient = jax.grad(lambda *a: evaluated(*a)[0], tuple(range(len(operands))))
-            return jax.jvp(gradient, operands, tangents)
-
-        tangents = cosines(operands)
+        run = of(*call_of(name, "float64"))
         expected = run()
     assert_close(run(), expected)
 

@@ -335,3 +335,16 @@ def test_divergences_are_never_negative(reverse):
     assert np.all(y >= 0)
     error = analyse(lambda x: divergences(x, teacher, reverse=reverse), x).error
     assert np.all(y <= error)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["mosaic", pytest.param("triton", marks=pytest.mark.triton)]
+)
+def test_which_calls_have_kernels(implementation):
+    x = jnp.ones((8, 1000))
+    for words, options in {
+        "mask of classes": {"where": jnp.ones((8, 1000), bool)},
+        "scale of logits that is a number": {"logits_scale": jnp.ones(8)},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            kl_divergence(x, x, implementation=implementation, **options)

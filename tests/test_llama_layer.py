@@ -19,11 +19,13 @@ def test_the_docs_have_its_figures():
     assert dict(re.findall(r"^\| ([^|]+) \| ([\d.]+) \|$", page, re.MULTILINE)) == rows
     plain, norms, mlp, least = rows.values()
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    for sentence in (
-        f"stores the equivalent of {plain} activations (tokens x width) in plain JAX",
-        f"{norms} with `rms_norm`, {mlp} if `gated_linear` is added, and {least} if [one line",
+    for text in (
+        f"saves the equivalent of {least} activations (tokens x width) instead of {plain}",
+        f"[{plain} to {norms}]",
+        f"[to {mlp}]",
+        f"[to {least}]",
     ):
-        assert sentence in readme
+        assert text in readme
 
 
 def test_each_step_is_what_the_advice_says():

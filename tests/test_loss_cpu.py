@@ -42,7 +42,7 @@ def test_ulps(cols, deviation):
     * 1/2, because the sum is rounded;
     * 1.25 for the two terms. m - x_l has an error of 1/2 of its own ulp, and log(s) an error of one
       ulp of log(s). The larger term's ulp is at most the loss's ulp, and the smaller term's ulp is
-      at most half of that;
+      at most half of that. The worst case is that log(s) is the larger term: 1 + 1/2 * 1/2;
     * 1/8, because s has a relative error of about 2^-24. This becomes an absolute error of log(s).
       The losses here are above 4, so their ulp is at least 2^-21.
     """

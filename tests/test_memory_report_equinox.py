@@ -39,15 +39,14 @@ class MLP(eqx.Module):
         return jaxnorm.activation_linear(h, down.weight.T, bias=down.bias, activation=act)
 
 
-def block(use_bias):
-    keys = jax.random.split(jax.random.key(0))
-    sizes = WIDTH, WIDTH, HIDDEN, 1, jax.nn.gelu
+def block(key, width, hidden, *, use_bias=True):
+    keys = jax.random.split(key)
     bias = {"use_bias": use_bias, "use_final_bias": use_bias}
     return Block(
-        eqx.nn.RMSNorm(WIDTH),
-        eqx.nn.MultiheadAttention(2, WIDTH, key=keys[0]),
-        eqx.nn.LayerNorm(WIDTH),
-        eqx.nn.MLP(*sizes, key=keys[1], **bias),
+        eqx.nn.RMSNorm(width),
+        eqx.nn.MultiheadAttention(2, width, key=keys[0]),
+        eqx.nn.LayerNorm(width),
+        eqx.nn.MLP(width, width, hidden, 1, jax.nn.gelu, key=keys[1], **bias),
     )
 
 
@@ -86,7 +85,7 @@ def with_our_softmax(model, monkeypatch):
     ],
 )
 def test_advice_is_true(follow, functions, use_bias, monkeypatch):
-    model = block(use_bias)
+    model = block(jax.random.key(0), WIDTH, HIDDEN, use_bias=use_bias)
     before = report_of(model)
     after = report_of(follow(model, monkeypatch))
     told = [r for r in before if r.advice and r.advice.partition(":")[0] in functions]

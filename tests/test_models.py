@@ -186,35 +186,19 @@ def test_the_documented_replacement(transformers):
 def test_a_transformer_of_equinox():
     """A transformer of equinox's modules, with stacked and scanned layers, can be converted."""
     eqx = pytest.importorskip("equinox")
+    from test_memory_report_equinox import Block, block
+
     import jaxnorm.equinox
-
-    class Layer(eqx.Module):
-        attention_norm: eqx.nn.RMSNorm
-        attention: eqx.nn.MultiheadAttention
-        mlp_norm: eqx.nn.LayerNorm
-        mlp: eqx.nn.MLP
-
-        def __init__(self, width, key):
-            keys = jax.random.split(key)
-            self.attention_norm = eqx.nn.RMSNorm(width)
-            self.attention = eqx.nn.MultiheadAttention(2, width, key=keys[0])
-            self.mlp_norm = eqx.nn.LayerNorm(width)
-            self.mlp = eqx.nn.MLP(width, width, width, 1, jax.nn.gelu, key=keys[1])
-
-        def __call__(self, x):
-            y = jax.vmap(self.attention_norm)(x)
-            x = x + self.attention(y, y, y)
-            return x + jax.vmap(self.mlp)(jax.vmap(self.mlp_norm)(x))
 
     class Transformer(eqx.Module):
         embedding: eqx.nn.Embedding
-        layers: Layer
+        layers: Block
         last: eqx.nn.LayerNorm
 
         def __init__(self, width, key):
             keys = jax.random.split(key)
             self.embedding = eqx.nn.Embedding(64, width, key=keys[0])
-            layers = eqx.filter_vmap(lambda key: Layer(width, key))
+            layers = eqx.filter_vmap(lambda key: block(key, width, width))
             self.layers = layers(jax.random.split(keys[1], 2))
             self.last = eqx.nn.LayerNorm(width)
 

@@ -12,7 +12,7 @@ import pytest
 import refused
 from functions import rope
 from norm_references import RotatedNorm
-from norms import check, normal, tables
+from norms import check, mixes, normal, tables
 from pairs import on_each_implementation, pairwise
 from program_error import analyse, assert_computes
 from reference import DTYPES, SAFETY, assert_within, exact, relative_error, rounding, unit_roundoff
@@ -22,13 +22,7 @@ import jaxnorm
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 # Dtypes of x, scale, tables and y.
-MIXES = [
-    *((d, d, d, d) for d in DTYPES),
-    ("bfloat16", "float32", "float32", "bfloat16"),
-    ("float32", "float32", "bfloat16", "float32"),
-    ("bfloat16", "bfloat16", "float32", "float32"),
-    ("float32", "bfloat16", "float16", "bfloat16"),
-]
+MIXES = mixes("bffb", "ffbf", "bbff", "fbhb")
 # Shapes of x, and the number of rotated columns.
 SIZES = [((2, 8, 4, 64), 64), ((3, 16, 2, 16), 8), ((2, 5, 3, 128), 96), ((1, 8, 4, 512), 512)]
 # For an x of shape (2, 8, 4, 64): the shapes of the tables cos and sin, without their last axis.

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from programs import through_layers
 
 import jaxnorm
 from jaxnorm import memory_report
@@ -58,12 +59,8 @@ def report_of(rotated_norm, stack):
     tables = [jax.ShapeDtypeStruct((LENGTH, 1, HEAD // 2), "float32")] * 2
 
     def loss(w, x, tables):
-        one = functools.partial(step, rotated_norm, tables)
-        if stack == "scan":
-            x, _ = jax.lax.scan(lambda x, w: (one(x, w), None), x, w)
-        else:
-            for layer in range(LAYERS):
-                x = one(x, {name: a[layer] for name, a in w.items()})
+        layer = functools.partial(step, rotated_norm, tables)
+        x = through_layers(layer, stack, x, w)
         return jnp.sum(x.astype(jnp.float32))
 
     return memory_report(loss, w, x, tables, argnums=(0, 1))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import through_layers
 
 import jaxnorm
 from jaxnorm import memory_report
@@ -32,12 +33,7 @@ def report_of(attend, stack, argnums=(0, 1)):
         return x + attend(logits, v, padding).reshape(x.shape) @ w["o"]
 
     def loss(w, x, padding):
-        step = functools.partial(layer, padding)
-        if stack == "scan":
-            x, _ = jax.lax.scan(lambda x, w: (step(x, w), None), x, w)
-        else:
-            for i in range(LAYERS):
-                x = step(x, {name: a[i] for name, a in w.items()})
+        x = through_layers(functools.partial(layer, padding), stack, x, w)
         return jnp.sum(x.astype(jnp.float32))
 
     return memory_report(loss, w, X, PADDING, argnums=argnums)

@@ -39,7 +39,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def linear_cross_entropy_of_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Compute the loss chunk by chunk, with `use_scaled_exp=False`.
 
-    The logits of a chunk are then stored. QuACK sets `use_scaled_exp` to False by itself if it does
+    The logits of a chunk are then stored. QuACK itself sets `use_scaled_exp` to False if it does
     not support True for a call.
     """
     return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False, use_scaled_exp=False)

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import HeadsKernelWorkload
-from jaxnorm_kernels.mosaic.rows.heads import rows_of_a_tile
+from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 
@@ -44,7 +44,7 @@ def schedules(workload: HeadsKernelWorkload) -> list[Heads]:
         threads, vector = chosen.threads * times, chosen.vector // times
         if threads > 32 or vector < 1:
             continue
-        height = rows_of_a_tile(threads)
+        height = WARPGROUP_THREADS // threads
         shape = dataclasses.replace(chosen, threads=threads, vector=vector, height=height)
         if workload.direction == "fwd":
             tried += [dataclasses.replace(shape, height=n * height) for n in _TILES]

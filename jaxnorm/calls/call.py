@@ -155,16 +155,14 @@ class Call:
         """Return the pass that computes tangents of the results from the operands' tangents.
 
         The pass takes tangents of the operands in `wrt`. If this call is a forward pass, the
-        tangent pass returns the tangents of all its results. If this call is a backward pass, it
-        takes cotangents of some results of the forward pass. The tangent pass then returns the
-        tangents of exactly these results, so it is the transpose of the backward pass.
+        tangent pass returns the tangents of all results. If this call is a backward pass, the
+        tangent pass is its transpose: it returns the tangents of exactly those results whose
+        cotangents the backward pass takes.
 
-        `takes_h` is for norms that do not add a residual. It is used if x has a second use, such as
-        a residual branch, so that x's gradient is the sum of two cotangents. If `takes_h` is True,
-        the backward pass of the norm also takes the cotangent from the second use as an operand,
-        and adds it to its gradient of x. For this, x counts as a second result, named h: the
-        tangent pass also returns x's tangent, and the transpose of the tangent pass also takes a
-        cotangent named h.
+        If `takes_h` is True, x counts as a second result, named h. The tangent pass then also
+        returns x's tangent. Its transpose, the backward pass, takes one more cotangent, named h,
+        and adds it to the gradient of x. This is for norms that do not add a residual and whose x
+        has a second use, such as a residual branch. The cotangent from this second use is h.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":

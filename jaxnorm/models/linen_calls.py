@@ -11,8 +11,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxnorm.models import conversion, flax_modules
-from jaxnorm.operations.norm import layer_norm, rms_norm
-from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
+from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
 # A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of
@@ -258,7 +257,8 @@ class Seen:
         """At the end of a context, log which norms were left to Flax or must save their input.
 
         If no norm was called in the context, log a warning about that. `settings` are the settings
-        of the context. `around` are the settings of the enclosing context; None if there is none.
+        of the context. `around` are the settings of the enclosing context, or None without such a
+        context.
         """
         if around is not None:
             # Calls in this context are also calls in the enclosing context, so the enclosing

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products
+from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.primitives import eager, recomputation
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
@@ -45,13 +46,13 @@ assert {*products.ACTIVATIONS} == {*get_args(Elementwise.__value__)}
 
 @eager.compiled("gate", "up", "weight", "bias", functions=("activation", "product"))
 def gated_linear(
-    gate: checks.ArrayLike,
-    up: checks.ArrayLike,
-    weight: checks.ArrayLike,
+    gate: ArrayLike,
+    up: ArrayLike,
+    weight: ArrayLike,
     *,
-    bias: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     activation: ElementwiseFunction = "silu",
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     product: Product | None = None,
     out_sharding: Sharding | None = None,
 ) -> jax.Array:
@@ -129,12 +130,12 @@ def gated_linear(
 
 @eager.compiled("x", "weight", "bias", functions=("activation", "product"))
 def activation_linear(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
     *,
-    bias: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     activation: ElementwiseFunction = "gelu",
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     product: Product | None = None,
     out_sharding: Sharding | None = None,
 ) -> jax.Array:
@@ -173,12 +174,12 @@ def activation_linear(
 
 def _linear_of(
     function: Function,
-    x: checks.ArrayLike,
-    up: checks.ArrayLike | None,
+    x: ArrayLike,
+    up: ArrayLike | None,
     weight: Any,
-    bias: checks.ArrayLike | None,
+    bias: ArrayLike | None,
     activation: ElementwiseFunction,
-    dtype: checks.DTypeLike | None,
+    dtype: DTypeLike | None,
     product: Product | None,
     out_sharding: Sharding | None,
 ) -> jax.Array:

@@ -1,37 +1,40 @@
-"""linear_softmax_cross_entropy and linear_log_prob_and_entropy, and the checks of arguments."""
+"""The linear losses and the linear divergence, and the checks of their arguments."""
 
-import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.operations import checks, linear_loss_call, linear_loss_primitive, scales
-from jaxnorm.operations.linear_loss_call import Function, LinearLossCall, Reduction, chunk_rows
+from jaxnorm.operations import checks, linear_loss_primitive, scales
+from jaxnorm.operations.checks import ArrayLike, DTypeLike
+from jaxnorm.operations.linear_loss_call import (
+    Function,
+    LinearLossCall,
+    Reduction,
+    check_implementation,
+)
 from jaxnorm.operations.loss import check_numbers, counted, softcap, weighted
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
 NAME: Function = "linear_softmax_cross_entropy"
 
-REDUCTIONS = ("mean", "sum", "none")
-
 
 @eager.compiled("x", "weight", "labels", "bias", "where", either=("logits_scale",))
 def linear_softmax_cross_entropy(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
     *,
-    bias: checks.ArrayLike | None = None,
-    where: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
     reduction: Reduction = "mean",
     chunk: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Cross-entropy of ``x @ weight + bias`` and integer labels, without storing all logits.
@@ -131,18 +134,14 @@ def linear_softmax_cross_entropy(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    checks.one_of(NAME, "reduction", reduction, REDUCTIONS)
-    return of_linear_logits(
+    checks.one_of(NAME, "reduction", reduction, get_args(Reduction))
+    return _of_linear_logits(
         NAME,
-        x,
-        weight,
-        labels,
-        bias,
-        where,
-        chunk,
-        dtype,
+        (x, weight, labels, bias, where),
         logits_scale,
         logit_softcap,
+        chunk,
+        dtype,
         implementation,
         reduction=reduction,
         label_smoothing=checks.number(
@@ -152,24 +151,22 @@ def linear_softmax_cross_entropy(
     )[0]
 
 
-def of_linear_logits(
+def _of_linear_logits(
     function: Function,
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    bias: checks.ArrayLike | None,
-    where: checks.ArrayLike | None,
-    chunk: int | None,
-    dtype: checks.DTypeLike | None,
-    logits_scale: checks.ArrayLike,
+    operands: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
+    logits_scale: ArrayLike,
     logit_softcap: float | None,
+    chunk: int | None,
+    dtype: DTypeLike | None,
     implementation: Name | None,
     **options: Any,
 ) -> list[jax.Array]:
     """Check the arguments of a public function that takes labels, and return its results.
 
-    `options` are further fields of `LinearLossCall`.
+    `operands` are x, weight, labels, bias and where. `options` are further fields of
+    `LinearLossCall`.
     """
+    x, weight, labels, bias, where = operands
     x = checks.float_array(function, "x", x)
     weight = checks.float_array(function, "weight", weight)
     if x.ndim and weight.ndim == 2:
@@ -177,37 +174,23 @@ def of_linear_logits(
         checks.not_one_hot(function, labels, logits, (len(logits) - 1,))
     labels = checks.integer_array(function, "labels", labels)
     is_several = function == _LOG_PROB and labels.ndim == x.ndim
-    check_shapes(function, x, weight)
+    _check_shapes(function, x, weight)
     _check_labels(function, x, weight, labels, is_several=is_several)
     arrays = [x, weight]
     if bias is not None:
-        bias = checks.float_array(function, "bias", bias)
-        of = f"class of weight {weight.shape}"
-        checks.vector(function, "bias", bias.shape, weight.shape[1:], of)
-        arrays.append(bias)
+        arrays.append(_bias(function, "bias", bias, weight))
     arrays.append(labels)
-    checks.implementation(function, implementation)
-    head = LinearLossCall(
-        function,
-        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
-        has_bias=bias is not None,
-        logits_scale=1.0,
-        several=is_several,
-        logit_softcap=softcap(function, logit_softcap),
-        dtype=None if dtype is None else checks.dtype(function, "dtype", dtype),
-        implementation=implementation,
-        precision=jax.config.jax_default_matmul_precision,
-        **options,
-    )
+    options |= {"has_bias": bias is not None, "several": is_several}
+    head = _call_of(function, chunk, logit_softcap, dtype, implementation, **options)
     wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
     scale = scales.of_logits(function, logits_scale, x.shape[:-1], wide)
     has_scale = scale.array is not None
-    head = dataclasses.replace(head, logits_scale=scale.number, has_scale=has_scale)
-    check_numbers(function, wide, head.logits_scale, head.logit_softcap, head.z_loss)
+    head = head.replaced(logits_scale=scale.number, has_scale=has_scale)
+    check_numbers(function, wide, head)
     weights = None
     if where is not None:
         array, of_classes = _where(head, where, x, weight)
-        head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
+        head = head.replaced(has_where=not of_classes, has_mask=of_classes)
         if function == _LOG_PROB and array.dtype != bool:
             # The primitive's results are also residuals, and the derivative needs them before they
             # are multiplied by the weights. So the primitive does not take the weights, but a mask
@@ -217,8 +200,7 @@ def of_linear_logits(
         arrays.append(array)
     if scale.array is not None:
         arrays.append(scale.array)
-    if implementation is not None:
-        _check_implementation(head, x, weight, implementation)
+    check_implementation(head, x, weight)
     results = linear_loss_primitive.bind(head, *arrays)
     if weights is None:
         return results
@@ -226,8 +208,41 @@ def of_linear_logits(
     return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
 
 
+def _bias(function: Function, name: str, value: ArrayLike, weight: jax.Array) -> jax.Array:
+    """Convert a bias to an array, and check that it has an element for each class of `weight`."""
+    bias = checks.float_array(function, name, value)
+    of = f"class of weight {weight.shape}"
+    checks.vector(function, name, bias.shape, weight.shape[1:], of)
+    return bias
+
+
+def _call_of(
+    function: Function,
+    chunk: int | None,
+    logit_softcap: float | None,
+    dtype: DTypeLike | None,
+    implementation: Name | None,
+    **options: Any,
+) -> LinearLossCall:
+    """Check the options that all linear losses have, and return the forward call.
+
+    The scale of the logits is 1. `options` are further fields of the call.
+    """
+    checks.implementation(function, implementation)
+    return LinearLossCall(
+        function,
+        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
+        logits_scale=1.0,
+        logit_softcap=softcap(function, logit_softcap),
+        dtype=None if dtype is None else checks.dtype(function, "dtype", dtype),
+        implementation=implementation,
+        precision=jax.config.jax_default_matmul_precision,
+        **options,
+    )
+
+
 def _where(
-    head: LinearLossCall, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
+    head: LinearLossCall, where: ArrayLike, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, bool]:
     """Check the argument ``where``. Return a pair: an array, and a bool.
 
@@ -254,7 +269,7 @@ def _where(
     return jnp.broadcast_to(array, of_labels), False
 
 
-def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
+def _refuse_classes(where: ArrayLike, x: tuple[int, ...], classes: int) -> None:
     """Raise ValueError if `where` has the shape of a mask of classes.
 
     linear_softmax_cross_entropy does not support such a mask.
@@ -271,7 +286,7 @@ def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -
     )
 
 
-def check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str = "") -> None:
+def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str = "") -> None:
     """Raise ValueError unless x and weight have the shapes of a matmul's operands.
 
     `of` is a prefix, such as "teacher_", of both arrays' names in errors.
@@ -305,40 +320,21 @@ def _check_labels(
         checks.fewer_than_classes(function, labels.shape, weight.shape[1])
 
 
-def _check_implementation(
-    head: LinearLossCall, x: jax.Array, weight: jax.Array, name: Name
-) -> None:
-    """Raise ValueError if the implementation `name` does not support the logits of a chunk."""
-    (factors, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
-    count = x.size // max(x.shape[-1], 1)
-    rows = chunk_rows(head.chunk, count, weight.shape, dtype, factors)
-    mask = (1, classes) if head.has_mask else None
-    call = linear_loss_call.call_of(
-        head,
-        (rows, classes),
-        dtype,
-        has_positions=head.has_where,
-        mask=mask,
-        candidates=1 if head.several else None,
-    )
-    call.forced(name)
-
-
 _LOG_PROB: Function = "linear_log_prob_and_entropy"
 
 
 @eager.compiled("x", "weight", "labels", "bias", "where", either=("logits_scale",))
 def linear_log_prob_and_entropy(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
     *,
-    bias: checks.ArrayLike | None = None,
-    where: checks.ArrayLike | None = None,
-    logits_scale: checks.ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     chunk: int | None = None,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Log-probabilities and entropies of ``x @ weight + bias``, without storing all logits.
@@ -413,17 +409,169 @@ def linear_log_prob_and_entropy(
       >>> log_prob.shape, log_prob.dtype.name, round(float(entropy[0, 0]), 2)
       ((4, 128), 'float32', 6.91)
     """
-    log_prob, entropy = of_linear_logits(
-        _LOG_PROB,
-        x,
-        weight,
-        labels,
-        bias,
-        where,
-        chunk,
-        dtype,
-        logits_scale,
-        logit_softcap,
-        implementation,
+    operands = x, weight, labels, bias, where
+    log_prob, entropy = _of_linear_logits(
+        _LOG_PROB, operands, logits_scale, logit_softcap, chunk, dtype, implementation
     )
     return log_prob, entropy
+
+
+_KL: Function = "linear_kl_divergence"
+
+
+@eager.compiled(
+    *("x", "weight", "teacher_x", "teacher_weight", "bias", "teacher_bias", "where"),
+    either=("logits_scale",),
+)
+def linear_kl_divergence(
+    x: ArrayLike,
+    weight: ArrayLike,
+    teacher_x: ArrayLike,
+    teacher_weight: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    teacher_bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    reduction: Reduction = "mean",
+    reverse: bool = False,
+    chunk: int | None = None,
+    logits_scale: ArrayLike = 1.0,
+    logit_softcap: float | None = None,
+    teacher_logit_softcap: float | None = None,
+    dtype: DTypeLike | None = None,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Kullback-Leibler divergence of two linear layers' outputs, without storing all logits.
+
+    The student's logits are ``x @ weight + bias``, and the teacher's logits are ``teacher_x @
+    teacher_weight + teacher_bias``. The result is the mean, the sum or the array of the divergences
+    that :func:`kl_divergence` computes. Only the logits of one chunk of rows are in memory at a
+    time, in the forward and in the backward pass. One loop over the chunks computes the divergence
+    and, if it is differentiated, the gradients.
+
+    A divergence that is not differentiated takes two matmuls: one for the student's logits, and one
+    for the teacher's. If it is differentiated, two more matmuls compute the gradients of x and
+    weight, so a mean or a sum takes four matmuls. ``reduction="none"`` takes six, because the
+    backward pass recomputes both arrays of logits.
+
+    The operands of a matmul are cast to the dtype to which they promote, as in ``jnp.matmul``. A
+    chunk's logits are the float32 sums of the matmuls, without rounding.
+
+    Args:
+      x: the student's activations, (..., d) with any number of rows; bfloat16, float16, float32 or
+        float64. Each row is a position.
+      weight: array (d, V); any of these dtypes.
+      teacher_x: the teacher's activations, (..., e). All axes but the last have the same sizes as
+        in x; e may differ from d.
+      teacher_weight: array (e, V). The teacher's arrays are constants: their gradient is 0.
+      bias, teacher_bias: arrays (V,), any of these dtypes; or None.
+      where: None, or a boolean mask of positions, or float weights of positions (which have no
+        gradient). The array has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it
+        is False or 0, x and teacher_x are ignored, even if they are NaN, and x's gradient is 0.
+      reduction: ``"mean"``: ``sum(where * divergence) / sum(where)``, or 0 if the denominator is 0;
+        ``"sum"``: ``sum(where * divergence)``; or ``"none"``: ``where * divergence``, for each
+        position.
+      reverse: True for KL(q || p) instead of KL(p || q), as in :func:`kl_divergence`.
+      chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
+        None lets jaxnorm choose, with the same limits as in :func:`linear_softmax_cross_entropy`.
+        Its limit of 1 GiB applies here to the float32 logits of the student and the teacher
+        together.
+      logits_scale, logit_softcap, teacher_logit_softcap: applied to the logits after the bias is
+        added, as in :func:`kl_divergence`. logits_scale may be an array.
+      dtype: dtype to which the operands of a matmul are cast if they promote to a wider dtype. For
+        example, ``jnp.bfloat16`` rounds float32 weights, so that the matmuls run in bfloat16. With
+        None, the operands have the dtype to which they promote.
+      implementation: name of the implementation that computes the divergence of a chunk's logits;
+        None lets jaxnorm choose. ``implementation_for("kl_divergence", (chunk, V), jnp.float32)``
+        shows the choice.
+
+    Returns:
+      A scalar, or for ``"none"`` an array of the shape of x without the last axis: float32, or
+      float64 if the operands of a matmul promote to float64.
+
+    Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
+    gradients have the dtypes of their arguments. The forward pass saves the same arrays as that of
+    :func:`linear_softmax_cross_entropy`. As in that function, the rows and the axes V and d may be
+    sharded over a mesh. If the axis e is sharded, teacher_x and teacher_weight are gathered along
+    it.
+
+    Raises:
+      TypeError: the dtype of an array, or ``dtype``, is not a supported float dtype, ``where`` has
+        an integer dtype, ``chunk`` is not an integer, ``reverse`` is neither True nor False, a
+        softcap is not a Python number, or ``logits_scale`` is differentiated.
+      ValueError: the shape of an array, ``reduction``, ``chunk``, ``logits_scale``, a softcap, or
+        ``implementation`` is wrong.
+
+    Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
+    computation of gradients in the forward pass's loop over chunks.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, weight = jnp.ones((4, 128, 64)), jnp.zeros((64, 1000))
+      >>> teacher_x, teacher_weight = jnp.ones((4, 128, 96)), jnp.zeros((96, 1000))
+      >>> gradient = jax.grad(jaxnorm.linear_kl_divergence, argnums=(0, 1))
+      >>> dx, dweight = gradient(x, weight, teacher_x, teacher_weight, logits_scale=1 / 2)
+      >>> dx.shape, dweight.shape
+      ((4, 128, 64), (64, 1000))
+    """
+    checks.one_of(_KL, "reduction", reduction, get_args(Reduction))
+    x = checks.float_array(_KL, "x", x)
+    weight = checks.float_array(_KL, "weight", weight)
+    teacher_x = checks.float_array(_KL, "teacher_x", teacher_x)
+    teacher_weight = checks.float_array(_KL, "teacher_weight", teacher_weight)
+    _check_shapes(_KL, x, weight)
+    _check_shapes(_KL, teacher_x, teacher_weight, of="teacher_")
+    positions = x.shape[:-1]
+    if teacher_x.shape[:-1] != positions:
+        raise ValueError(
+            f"{_KL}: teacher_x has shape {teacher_x.shape}; expected {(*positions, 'e')}, the "
+            f"positions of x {x.shape} by any number of features; reshape or slice teacher_x"
+        )
+    if teacher_weight.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{_KL}: teacher_weight has shape {teacher_weight.shape}; expected "
+            f"({teacher_weight.shape[0]}, {weight.shape[1]}), the classes of weight "
+            f"{weight.shape}; slice the weight with more classes, or pad the other one and its bias"
+        )
+    arrays = [x, weight]
+    teacher = [jax.lax.stop_gradient(teacher_x), jax.lax.stop_gradient(teacher_weight)]
+    for name, value, to in (("bias", bias, arrays), ("teacher_bias", teacher_bias, teacher)):
+        if value is not None:
+            array = _bias(_KL, name, value, weight)
+            to.append(array if to is arrays else jax.lax.stop_gradient(array))
+    head = _call_of(
+        _KL,
+        chunk,
+        logit_softcap,
+        dtype,
+        implementation,
+        has_bias=bias is not None,
+        has_teacher_bias=teacher_bias is not None,
+        has_scale=scales.is_array(logits_scale),
+        teacher_softcap=softcap(_KL, teacher_logit_softcap, "teacher_logit_softcap"),
+        reverse=checks.flag(_KL, "reverse", reverse),
+        reduction=reduction,
+        has_where=where is not None,
+    )
+    types = {"x": x, "weight": weight, "teacher_x": teacher_x, "teacher_weight": teacher_weight}
+    wide = head.result_dtype(types)
+    scale = scales.of_logits(_KL, logits_scale, positions, wide, of="positions'")
+    head = head.replaced(logits_scale=scale.number)
+    arrays += teacher
+    if where is not None:
+        array = checks.weights(_KL, "where", where, wide)
+        if not checks.fits(array.shape, positions):
+            raise ValueError(
+                f"{_KL}: where has shape {array.shape}; expected one that broadcasts to the "
+                f"positions' shape {positions}, with {len(positions)} axes: which positions "
+                "count, or how much; reshape where, e.g. where[None]"
+            )
+        arrays.append(jnp.broadcast_to(array, positions))
+    if scale.array is not None:
+        arrays.append(scale.array)
+    check_numbers(_KL, wide, head)
+    teacher_dtype = head.dtypes(teacher_x.dtype, teacher_weight.dtype)[1]
+    check_implementation(head, x, weight, teacher_dtype)
+    return linear_loss_primitive.bind(head, *arrays)[0]

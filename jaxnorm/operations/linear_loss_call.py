@@ -44,7 +44,6 @@ import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.operations import checks
-from jaxnorm.operations.kl_divergence import divergence_call
 from jaxnorm.operations.loss import Function as OfLogits
 from jaxnorm.operations.loss import loss_call
 from jaxnorm.primitives import row_operations
@@ -55,6 +54,12 @@ Function = Literal[
     "linear_softmax_cross_entropy", "linear_log_prob_and_entropy", "linear_kl_divergence"
 ]
 Reduction = Literal["mean", "sum", "none"]
+#: Maps each linear loss to the loss of logits that is computed from each chunk's logits.
+OF_LOGITS: dict[Function, OfLogits] = {
+    "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
+    "linear_log_prob_and_entropy": "log_prob_and_entropy",
+    "linear_kl_divergence": "kl_divergence",
+}
 #: The kind of an operand or a result. A "row" array has one number per row, a "candidate" array has
 #: k numbers per row, for k labels. A "total" is a mean or a sum. The kind "bias" is used for `bias`
 #: and for `teacher_bias`.
@@ -63,13 +68,6 @@ Kind = Literal[
 ]
 #: The kinds of arrays whose leading axes are the row axes (the axes of x except the last one).
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
-
-#: Maps each linear loss to the loss of logits that is computed from each chunk's logits.
-OF_LOGITS: dict[Function, OfLogits | Literal["kl_divergence"]] = {
-    "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
-    "linear_log_prob_and_entropy": "log_prob_and_entropy",
-    "linear_kl_divergence": "kl_divergence",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +335,7 @@ def call_of(
     """Return the static description of the loss that is computed from a chunk's logits.
 
     Args:
-      head: the call of the linear loss. Error messages name its function.
+      head: the call of the linear loss.
       shape: shape of the chunk's logits.
       dtype: dtype of the chunk's logits.
       has_positions: True if the call has a mask of positions.
@@ -346,24 +344,10 @@ def call_of(
       candidates: number of labels of each row; None if each row has one label.
     """
     of_logits = OF_LOGITS[head.function]
-    if of_logits == "kl_divergence":
-        assert teacher_dtype is not None
-        call = divergence_call(
-            head.function,
-            shape,
-            np.dtype(dtype),
-            teacher_dtype,
-            axis=-1,
-            mask=mask,
-            has_positions=has_positions,
-            scale=head.logits_scale,
-            has_scale=head.has_scale,
-            reverse=head.reverse,
-            logit_softcap=head.logit_softcap,
-            teacher_logit_softcap=head.teacher_softcap,
-            implementation=head.implementation,
-        )
-        return call.replaced(primitives=of_logits)
+    names = (
+        *("label_smoothing", "z_loss", "logits_scale", "has_scale", "logit_softcap"),
+        *("teacher_softcap", "reverse", "implementation"),
+    )
     call = loss_call(
         of_logits,
         shape,
@@ -372,14 +356,34 @@ def call_of(
         mask=mask,
         has_positions=has_positions,
         candidates=candidates,
-        label_smoothing=head.label_smoothing,
-        z_loss=head.z_loss,
-        logits_scale=head.logits_scale,
-        has_scale=head.has_scale,
-        logit_softcap=head.logit_softcap,
-        implementation=head.implementation,
+        teacher_dtype=teacher_dtype,
+        **{name: getattr(head, name) for name in names},
     )
-    return call.replaced(function=head.function, primitives=call.function)
+    return call.replaced(function=head.function, primitives=of_logits)
+
+
+def check_implementation(
+    head: LinearLossCall, x: jax.Array, weight: jax.Array, teacher_dtype: np.dtype | None = None
+) -> None:
+    """Raise ValueError if the requested implementation does not support the logits of a chunk.
+
+    `teacher_dtype` is the dtype of the teacher's logits, for a divergence.
+    """
+    if head.implementation is None:
+        return
+    (factors, dtype), (d, classes) = head.dtypes(x.dtype, weight.dtype), weight.shape
+    columns = classes if teacher_dtype is None else 2 * classes
+    rows = chunk_rows(head.chunk, x.size // max(d, 1), (d, columns), dtype, factors)
+    call = call_of(
+        head,
+        (rows, classes),
+        dtype,
+        has_positions=head.has_where,
+        mask=(1, classes) if head.has_mask else None,
+        teacher_dtype=teacher_dtype,
+        candidates=1 if head.several else None,
+    )
+    call.forced(head.implementation)
 
 
 def forward(call: Call, operands: Arrays) -> Arrays:

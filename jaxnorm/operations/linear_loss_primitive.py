@@ -133,10 +133,11 @@ class _LossRules(Rules[LinearLossCall]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: it becomes one call with more rows, or a loop over the batch elements.
 
-        The loop is used if weight or bias is batched. It is also used if the batched call returns
-        gradients of weight or bias, or is a forward pass that computes gradients, because each
-        batch element has separate gradients. (This is the case if the gradient is computed inside
-        of `jax.vmap`.) The loop is not slow: the matmuls of one element fill a GPU.
+        The loop is used if weight or bias is batched. It is also used if the gradient is computed
+        inside of `jax.vmap`, because each batch element then has its own gradients of weight and
+        bias. In that case, the batched call is a backward pass that returns these gradients, or a
+        forward pass that already computes them. The loop is not slow: the matmuls of one element
+        fill a GPU.
 
         All other batches become one call. If the loss is a mean or a sum, this call returns the
         losses of all rows, which are then averaged or summed for each batch element. If the

@@ -1,4 +1,4 @@
-"""softmax_cross_entropy_with_integer_labels, log_prob_and_entropy, and the checks of arguments."""
+"""The losses and the divergence of logits, and the checks of their arguments."""
 
 from typing import Any, Literal
 
@@ -9,25 +9,28 @@ import numpy as np
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, scales
+from jaxnorm.operations.checks import ArrayLike, Axis
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import LossOptions, Name
 
-Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy"]
+Function = Literal[
+    "softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy", "kl_divergence"
+]
 
 NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
 
 @eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def softmax_cross_entropy_with_integer_labels(
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis = -1,
-    where: checks.ArrayLike | None = None,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -119,7 +122,7 @@ def softmax_cross_entropy_with_integer_labels(
       >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000), and 0 where masked
       [6.91, 0.0]
     """
-    (loss,), weights = of_rows(
+    (loss,), weights = _of_rows(
         NAME,
         logits,
         labels,
@@ -134,15 +137,15 @@ def softmax_cross_entropy_with_integer_labels(
     return loss if weights is None else weighted(loss, weights)
 
 
-def of_rows(
+def _of_rows(
     function: Function,
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis,
-    where: checks.ArrayLike | None,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis,
+    where: ArrayLike | None,
     implementation: Name | None,
     *,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Check the arguments of a loss that takes logits and labels, and compute its results.
@@ -162,7 +165,7 @@ def of_rows(
     scale = scales.of_logits(function, logits_scale, view.shape_of("label"), dtype)
     if where is not None:
         array = checks.weights(function, "where", where, dtype)
-        mask, weights = masks(function, array, view)
+        mask, weights = _masks(function, array, view)
     if in_order != axes:
         # A label is the index of a class in row-major order of the class axes. The user's labels
         # are computed with the axes in the order of the argument `axis`, such as (2, 1).
@@ -203,18 +206,21 @@ def loss_call(
     shape: tuple[int, ...],
     dtype: np.dtype,
     *,
-    axis: checks.Axis,
+    axis: Axis,
     mask: tuple[int, ...] | None,
     has_positions: bool,
     implementation: Name | None,
     candidates: int | None = None,
+    teacher_dtype: np.dtype | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_scale: float = 1.0,
     has_scale: bool = False,
     logit_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    reverse: bool = False,
 ) -> Call:
-    """Check the options of a loss that takes logits and labels, and return its forward call.
+    """Check the options of a loss or a divergence of logits, and return its forward call.
 
     Args:
       function: name of the public function.
@@ -225,9 +231,11 @@ def loss_call(
       implementation: name of the implementation that the user requested, or None.
       candidates: number of labels of each position if labels have an additional axis for them. None
         if labels have no such axis, so that each position has one label.
-      label_smoothing, z_loss, logit_softcap: the public function's arguments.
+      teacher_dtype: dtype of a divergence's teacher logits; None for a loss.
+      label_smoothing, z_loss, logit_softcap, reverse: the public function's arguments.
       logits_scale: the public function's argument if it is a number, else 1.
       has_scale: True if the argument ``logits_scale`` is an array, which is an operand of the call.
+      teacher_softcap: the public function's argument ``teacher_logit_softcap``.
     """
     axes = checks.axes(function, axis, shape, of="logits")
     of_candidates = () if candidates is None else (candidates,)
@@ -241,7 +249,7 @@ def loss_call(
             "a mask of positions with the axes of labels; leave one of both out"
         )
     op = FUNCTIONS[function].op if candidates is None else FUNCTIONS[function].several
-    dtypes = dtype, checks.arithmetic_dtype(dtype)
+    dtypes = dtype, checks.arithmetic_dtype(dtype, teacher_dtype or dtype)
     options = LossOptions(
         has_mask=mask is not None,
         has_positions=has_positions,
@@ -250,33 +258,34 @@ def loss_call(
         logits_scale=logits_scale,
         has_scale=has_scale,
         logit_softcap=softcap(function, logit_softcap),
+        teacher_dtype=teacher_dtype,
+        teacher_softcap=softcap(function, teacher_softcap, "teacher_logit_softcap"),
+        reverse=checks.flag(function, "reverse", reverse),
     )
     call = Call.forward(function, op, view, dtypes, options, implementation)
-    check_numbers(
-        function,
-        call.spec.compute_dtype,
-        call.spec.logits.logits_scale,
-        call.spec.loss.logit_softcap,
-        call.spec.loss.z_loss,
-    )
+    check_numbers(function, call.spec.compute_dtype, call.spec.loss)
     return call
 
 
-def check_numbers(
-    function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
-) -> None:
-    """Raise ValueError unless the given options of a loss are finite in `dtype`.
+def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
+    """Raise ValueError unless the options of a loss are finite in `dtype`.
 
-    Raise it also if `logits_scale` or `logit_softcap` is 0 in `dtype`. `dtype` is the dtype of the
-    arithmetic.
+    Raise it also if the scale of the logits or a softcap is 0 in `dtype`.
+
+    Args:
+      function: name of the public function.
+      dtype: dtype of the arithmetic.
+      options: a `LossOptions`, or an object with the same attributes.
     """
-    checks.finite_in(function, dtype, {"z_loss": z_loss})
-    positive: dict[str, float | None] = {
-        "logits_scale": logits_scale,
-        "logit_softcap": logit_softcap,
+    checks.finite_in(function, dtype, {"z_loss": options.z_loss})
+    positive: dict[str, float] = {"logits_scale": options.logits_scale}
+    caps = {
+        "logit_softcap": options.logit_softcap,
+        "teacher_logit_softcap": options.teacher_softcap,
     }
-    if logit_softcap is not None:
-        positive["logits_scale / logit_softcap"] = logits_scale / logit_softcap
+    for name, cap in caps.items():
+        if cap is not None:
+            positive |= {name: cap, f"logits_scale / {name}": options.logits_scale / cap}
     checks.finite_in(function, dtype, positive, above_zero=True)
 
 
@@ -301,7 +310,7 @@ def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
     return loss if weights.dtype == bool else loss * weights
 
 
-def masks(
+def _masks(
     function: str, where: jax.Array, view: RowView, of: str = "labels'"
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
@@ -330,12 +339,12 @@ _LOG_PROB: Function = "log_prob_and_entropy"
 
 @eager.compiled("logits", "labels", "where", either=("logits_scale",))
 def log_prob_and_entropy(
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis = -1,
-    where: checks.ArrayLike | None = None,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
     *,
-    logits_scale: checks.ArrayLike = 1.0,
+    logits_scale: ArrayLike = 1.0,
     logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -414,7 +423,7 @@ def log_prob_and_entropy(
       >>> jaxnorm.log_prob_and_entropy(logits, jnp.array([[3, 4, 5], [7, 8, 9]]))[0].shape
       (2, 3)
     """
-    (log_prob, entropy), weights = of_rows(
+    (log_prob, entropy), weights = _of_rows(
         _LOG_PROB,
         logits,
         labels,
@@ -428,3 +437,126 @@ def log_prob_and_entropy(
         return log_prob, entropy
     of_labels = weights if log_prob.ndim == entropy.ndim else weights[..., None]
     return weighted(log_prob, of_labels), weighted(entropy, weights)
+
+
+_KL: Function = "kl_divergence"
+
+
+@eager.compiled("logits", "teacher_logits", "where", either=("logits_scale",))
+def kl_divergence(
+    logits: ArrayLike,
+    teacher_logits: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    reverse: bool = False,
+    logits_scale: ArrayLike = 1.0,
+    logit_softcap: float | None = None,
+    teacher_logit_softcap: float | None = None,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Kullback-Leibler divergence between a teacher's and a student's distribution of classes.
+
+    .. math::
+      \mathrm{KL}(p \| q) = \sum_j p_j \log \frac{p_j}{q_j} \qquad
+      p = \mathrm{softmax}(z_{\mathrm{teacher}}) \qquad q = \mathrm{softmax}(z)
+
+    This is a loss for distillation: p is the teacher's distribution, and q is the student's. z is
+    computed from the student's logits with ``logits_scale`` and ``logit_softcap``, as in
+    :func:`softmax_cross_entropy_with_integer_labels`. The teacher's z is computed from its logits
+    with ``logits_scale`` and ``teacher_logit_softcap``. ``reverse=True`` gives KL(q || p), which
+    on-policy distillation uses. A position is an index into the axes of logits other than ``axis``.
+    Each position has one divergence.
+
+    On a GPU, the forward pass writes no array of the logits' size. On a CPU, it has three float32
+    temporaries of that size. The residuals are the two arrays of logits, and five numbers for each
+    position. The backward pass reads both arrays and writes the gradient of logits. The arithmetic
+    is float32 (float64 if logits or teacher_logits are float64).
+
+    The divergence is never negative. Small divergences are nearly as accurate as large ones. If the
+    logits of student and teacher are equal, the divergence and its gradient are exactly 0.
+
+    Args:
+      logits: the student's logits, of any shape; bfloat16, float16, float32 or float64.
+      teacher_logits: the teacher's logits, of the same shape and any of these dtypes. They are
+        constants: their gradient is 0.
+      axis: the axis or axes of the classes; None for all.
+      where: None, or one of three kinds of arrays:
+
+        - A boolean mask of positions. It has as many axes as the result, and broadcasts to the
+          result's shape. Where it is False, divergence and gradient are 0 for any logits.
+        - Float weights of positions. The rule for their shape is the same as for such a mask. The
+          divergences are multiplied by the weights. Where a weight is 0, divergence and gradient
+          are 0 for any logits.
+        - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
+          Classes where it is False are excluded from both distributions. If all classes of a
+          position are excluded, its divergence is 0.
+      reverse: True for KL(q || p) instead of KL(p || q).
+      logits_scale: factor by which both arrays of logits are multiplied, such as 1 / temperature.
+        It may be a number above 0, a scalar array (which may be traced), or an array with a scale
+        for each position. The latter has as many axes as the result, and broadcasts to the result's
+        shape. The values of an array are not checked, and have no derivative. The divergence is not
+        multiplied by the temperature squared.
+      logit_softcap, teacher_logit_softcap: Python numbers above 0, the bounds of the student's and
+        the teacher's logits. None for no bound. A softcap is applied after ``logits_scale``. If a
+        model applies a softcap of c before it divides by a temperature T, use
+        ``logit_softcap=c / T`` with ``logits_scale=1 / T``.
+      implementation: name of the implementation to use; None lets jaxnorm choose. See
+        :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      The divergences, an array of the shape of logits without ``axis``: float32, or float64 if
+      logits or teacher_logits are float64. KL(p || q) is infinite if there is a class with q = 0
+      and p > 0. KL(q || p) is infinite if there is a class with p = 0 and q > 0. A divergence is
+      NaN if the position's logits include +inf or NaN, or are all -inf.
+
+    Differentiable with respect to logits, in reverse and forward mode, to any order.
+
+    Raises:
+      TypeError: an array of logits does not have a supported float dtype, ``where`` has an integer
+        dtype or is a mask of classes that is not boolean, ``reverse`` is neither True nor False, a
+        softcap is not a Python number, or ``logits_scale`` is differentiated.
+      ValueError: ``axis``, ``logits_scale``, a softcap, ``implementation``, or the shape of
+        teacher_logits or ``where`` is wrong.
+
+    Source: `Distilling the Knowledge in a Neural Network <https://arxiv.org/abs/1503.02531>`_, and
+    for the reverse divergence `On-Policy Distillation of Language Models
+    <https://arxiv.org/abs/2306.13649>`_.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> teacher = jnp.array([[0.0, 1.0, 2.0], [5.0, 5.0, 5.0]])
+      >>> divergences = jaxnorm.kl_divergence(jnp.zeros((2, 3)), teacher, logits_scale=1 / 2)
+      >>> [round(d, 3) for d in divergences.tolist()]  # in row 1, p and q are equal
+      [0.078, 0.0]
+    """
+    logits = checks.float_array(_KL, "logits", logits)
+    teacher = checks.float_array(_KL, "teacher_logits", teacher_logits)
+    checks.same_shape(_KL, "teacher_logits", teacher.shape, logits.shape, of="logits")
+    view = RowView.of(logits.shape, checks.axes(_KL, axis, logits.shape, of="logits"))
+    dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
+    mask = weights = None
+    if where is not None:
+        array = checks.weights(_KL, "where", where, dtype)
+        mask, weights = _masks(_KL, array, view, of="the positions'")
+    scale = scales.of_logits(_KL, logits_scale, positions, dtype, of="the positions'")
+    call = loss_call(
+        _KL,
+        logits.shape,
+        logits.dtype,
+        axis=view.axes,
+        mask=None if mask is None else mask.shape,
+        has_positions=weights is not None,
+        implementation=implementation,
+        teacher_dtype=teacher.dtype,
+        logits_scale=scale.number,
+        has_scale=scale.array is not None,
+        logit_softcap=logit_softcap,
+        teacher_softcap=teacher_logit_softcap,
+        reverse=reverse,
+    )
+    counts = None if weights is None else counted(weights)
+    constant = jax.lax.stop_gradient(teacher)
+    (divergence,) = row_operations.run(call, logits, constant, mask, counts, scale.array)
+    return divergence if weights is None else weighted(divergence, weights)

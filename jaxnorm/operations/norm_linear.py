@@ -26,6 +26,7 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products
+from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, remat, row_operations, rules
 from jaxnorm_kernels import launching
@@ -61,48 +62,48 @@ class _Linear(NamedTuple):
 
 @overload
 def rms_norm_linear(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    weight: ArrayLike,
+    scale: ArrayLike | None = None,
     *,
-    bias: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     residual: None = None,
     activation: LinearActivation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array: ...
 
 
 @overload
 def rms_norm_linear(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    weight: ArrayLike,
+    scale: ArrayLike | None = None,
     *,
-    bias: checks.ArrayLike | None = None,
-    residual: checks.ArrayLike,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike,
     activation: LinearActivation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 @eager.compiled("x", "weight", "scale", "bias", "residual")
 def rms_norm_linear(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    scale: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    weight: ArrayLike,
+    scale: ArrayLike | None = None,
     *,
-    bias: checks.ArrayLike | None = None,
-    residual: checks.ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
     activation: LinearActivation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Root-mean-square normalisation and the linear layer after it.
@@ -208,7 +209,7 @@ def _call_of(
     activation: LinearActivation | None,
     epsilon: float,
     scale_offset: float,
-    dtype: checks.DTypeLike | None,
+    dtype: DTypeLike | None,
     implementation: Name | None,
 ) -> tuple[Call, _Linear]:
     """Check the options; return the norm's call, and the description of the linear layer.

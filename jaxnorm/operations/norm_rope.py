@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
+from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.norm import common_options, norm_call
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.specs import Name, Save
@@ -16,15 +17,15 @@ _FUNCTION = "rms_norm_rope"
 
 @eager.compiled("x", "scale", "cos", "sin")
 def rms_norm_rope(
-    x: checks.ArrayLike,
-    scale: checks.ArrayLike | None,
-    cos: checks.ArrayLike,
-    sin: checks.ArrayLike,
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    cos: ArrayLike,
+    sin: ArrayLike,
     *,
     interleaved: bool = False,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> jax.Array:

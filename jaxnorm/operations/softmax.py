@@ -23,6 +23,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products, scales
+from jaxnorm.operations.checks import ArrayLike, Axis, DTypeLike
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import Name, SoftmaxOptions
@@ -30,14 +31,14 @@ from jaxnorm_kernels.specs import Name, SoftmaxOptions
 
 @eager.compiled("x", "where", "bias", either=("scale",))
 def softmax(
-    x: checks.ArrayLike,
-    axis: checks.Axis = -1,
-    where: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
     *,
-    scale: checks.ArrayLike = 1.0,
-    bias: checks.ArrayLike | None = None,
+    scale: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
     causal: bool = False,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Softmax that saves only its output; it replaces :func:`jax.nn.softmax`.
@@ -102,14 +103,14 @@ def softmax(
 
 @eager.compiled("x", "where", "bias", either=("scale",))
 def log_softmax(
-    x: checks.ArrayLike,
-    axis: checks.Axis = -1,
-    where: checks.ArrayLike | None = None,
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
     *,
-    scale: checks.ArrayLike = 1.0,
-    bias: checks.ArrayLike | None = None,
+    scale: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
     causal: bool = False,
-    dtype: checks.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Log-softmax that saves only its output; it replaces :func:`jax.nn.log_softmax`.
@@ -164,7 +165,7 @@ def filled_softmax(
     bias: jax.Array | None,
     *,
     fill: float,
-    dtype: checks.DTypeLike,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Compute the logits x + bias, set masked logits to `fill`, and return the softmax of each row.
 
@@ -175,7 +176,7 @@ def filled_softmax(
     return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
 
 
-def _softmax_of(function: str, x: checks.ArrayLike, **options: Any) -> jax.Array:
+def _softmax_of(function: str, x: ArrayLike, **options: Any) -> jax.Array:
     """Check the arguments of a softmax, run it, and return its result.
 
     `options` are further arguments of `softmax_call`.
@@ -193,11 +194,11 @@ def softmax_call(
     function: str,
     x: jax.Array | jax.ShapeDtypeStruct,
     *,
-    where: checks.ArrayLike | None,
-    bias: checks.ArrayLike | None,
-    dtype: checks.DTypeLike | None,
-    axis: checks.Axis = -1,
-    scale: checks.ArrayLike = 1.0,
+    where: ArrayLike | None,
+    bias: ArrayLike | None,
+    dtype: DTypeLike | None,
+    axis: Axis = -1,
+    scale: ArrayLike = 1.0,
     causal: bool = False,
     masked_logit: float = -math.inf,
     implementation: Name | None = None,

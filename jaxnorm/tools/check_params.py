@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxnorm.operations import checks
+from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
@@ -140,7 +141,7 @@ class _Rotation:
 
 def check_params(
     params: Any,
-    dtype: checks.DTypeLike,
+    dtype: DTypeLike,
     *,
     scale_offset: float = 0.0,
     rotated: str | Sequence[str] | None = None,

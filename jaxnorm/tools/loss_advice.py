@@ -30,13 +30,13 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Names of primitives, or beginnings of names. Advice is given even if code outside a loss applies
-# these primitives to the arrays of the loss. The reason is that the derivatives of these primitives
-# save no array of the logits' size. There is one tuple for each of two kinds of advice:
+# Names of primitives, or beginnings of names. Usually, no advice is given if code outside a loss
+# uses the arrays of the loss. These primitives are the exceptions, because their derivatives save
+# no array of the logits' size. There is one tuple for each of two kinds of advice:
 #
 # * `_REDUCTIONS` is for advice to use a loss that includes the linear layer.
-# * `_OF_LOGITS` is for advice to use a loss that takes logits. With such a loss, the program still
-#   computes the logits. So code outside the loss may also apply an argmax to them.
+# * `_OF_LOGITS` is for advice to use a loss that takes logits. It includes argmax, because the
+#   program still computes the logits with such a loss.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 

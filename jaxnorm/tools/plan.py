@@ -13,6 +13,7 @@ import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.operations import checks
+from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.linear_loss_call import OF_LOGITS
 from jaxnorm_kernels import operations
 
@@ -40,7 +41,7 @@ class Plan:
 def implementation_for(
     function: str,
     shape: tuple[int, ...],
-    dtype: checks.DTypeLike,
+    dtype: DTypeLike,
     /,
     *,
     platform: str | None = None,

@@ -357,16 +357,25 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     x, weight = given["x"], given["weight"]
     logits = ((x @ weight).stored(dtype) + given["bias"]).stored(dtype)
     loss, slope = _losses(logits, given["labels"])
-    slope = slope.stored(dtype)
-    share = d[0] * (1 / len(loss.value))
+    return [loss.mean(0)], _of_mean(slope, x, weight, d[0], dtype)
+
+
+def _of_mean(slope: Bounded, x: Bounded, weight: Bounded, d: Bounded, dtype: str) -> Arrays:
+    """Return the gradients of the mean of the rows' results, which are functions of the logits.
+
+    Args:
+      slope: the gradient of each row's result with respect to its logits ``x @ weight + bias``.
+      d: the cotangent of the mean.
+    """
+    slope, share = slope.stored(dtype), d * (1 / len(x.value))
     gradients = {
         "x": slope @ weight.transposed * share,
         "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
     # The forward pass saves the gradients in `dtype`. The backward pass multiplies them by the
-    # cotangent of the loss, and rounds again.
-    return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
+    # cotangent of the mean, and rounds again.
+    return _stored(_stored(gradients, dtype), dtype)
 
 
 def log_probs_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
@@ -398,16 +407,7 @@ def linear_kl_divergence(given: Arrays, d: list[Bounded], dtype: str) -> Results
     x, weight = given["x"], given["weight"]
     logits, teacher = x @ weight + given["bias"], given["teacher_x"] @ given["teacher_weight"]
     divergence, slope = _divergence(logits, teacher, reverse=False)
-    slope = slope.stored(dtype)
-    share = d[0] * (1 / len(divergence.value))
-    gradients = {
-        "x": slope @ weight.transposed * share,
-        "weight": x.transposed @ slope * share,
-        "bias": slope.sum(0) * share,
-    }
-    # The forward pass saves the gradients in `dtype`. The backward pass multiplies them by the
-    # cotangent, and rounds again.
-    gradients = _stored(_stored(gradients, dtype), dtype)
+    gradients = _of_mean(slope, x, weight, d[0], dtype)
     none = {name: np.zeros_like(given[name].value) for name in ("teacher_x", "teacher_weight")}
     return [divergence.mean(0)], gradients | {n: Bounded.exact(a) for n, a in none.items()}
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Shared, Spec
 
 
 def add_partials(
@@ -53,6 +53,16 @@ def _sums(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
 
 def _add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(x + y for x, y in zip(a, b))
+
+
+def add_rows(shared: Shared, numbers: jax.Array) -> jax.Array:
+    """Return the gradient of a bias with one value per row, as an ``(n, 1)`` array.
+
+    `numbers` has one number for each row of x. The result has the sum over all rows of x that use
+    the same row of the bias. `shared` describes how the bias is broadcast over the rows of x.
+    """
+    broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
+    return numbers.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
 
 
 def two_norms_bwd(

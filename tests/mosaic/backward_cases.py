@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from forward_cases import F32, Case
+from forward_cases import Case
 from reference import after_norm, exact, half_unit, log_softmax_gradient
-from specs import build_spec
+from specs import F32, build_spec
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -157,10 +157,10 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
 def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
     """Return `call` under `jax.jit`.
 
-    `blocks` is the function `schedules.persistent_blocks`, which a test may replace. It returns the
-    number of blocks of a kernel. The kernel calls it through the module `schedules`, so this
-    function does not use the argument. `blocks` is an argument only to be a part of the keys of
-    `_program_once`'s cache, because the compiled program depends on it.
+    `blocks` is not called here. It is an argument only so that it is part of the keys of
+    `_program_once`'s cache, because the compiled program depends on it. `blocks` is the function
+    `schedules.persistent_blocks`, which returns the number of blocks of a kernel, and which a test
+    may replace. Kernels call it through the module `schedules`.
     """
     del blocks
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule))

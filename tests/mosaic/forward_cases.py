@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import norms
 import numpy as np
 from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
-from specs import build_spec, changed
+from specs import F32, build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -18,8 +17,25 @@ from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
+#: Shapes of the benchmarks, odd shapes, and a single row.
+SHAPES = [
+    (32768, 128),
+    (32768, 768),
+    (32768, 1024),
+    (32768, 4096),
+    (8192, 5120),
+    (16384, 8192),
+    (8192, 12288),
+    (8192, 16384),
+    (4096, 32768),
+    (4096, 65536),
+    (1024, 131072),
+    (8192, 1000),
+    (8192, 4095),
+    (8192, 50257),
+    (1, 4096),
+]
 RESIDUAL_OPS = ("add_rms_norm", "add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm")
-BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,18 +10,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
-from backward_cases import (
-    NORM_CASES,
-    SOFTMAX_CASES,
-    interpret,
-    make_operands,
-    make_spec,
-    reference,
-)
-from forward_cases import BF16, F16, F32, Case
+from backward_cases import NORM_CASES, SOFTMAX_CASES, interpret, make_operands, make_spec, reference
+from forward_cases import Case
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
-from specs import changed
+from specs import BF16, F16, F32, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic

@@ -9,6 +9,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import forward_cases
 import jax
 import numpy as np
 import pytest
@@ -19,10 +20,10 @@ from backward_cases import (
     SOFTMAX_CLUSTER_CASES,
     make_spec,
 )
-from forward_cases import BF16, F16, F32, Case, lower
+from forward_cases import Case, lower
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specs import changed
+from specs import BF16, F16, F32, changed
 
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
@@ -81,25 +82,11 @@ def test_softmax_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) 
 
 #: The shapes of the benchmarks, odd shapes, and shapes with few rows.
 SHAPES = [
+    *forward_cases.SHAPES,
     (32768, 64),
-    (32768, 128),
-    (32768, 768),
-    (32768, 1024),
     (32768, 2048),
     (8192, 3000),
-    (32768, 4096),
-    (8192, 5120),
-    (16384, 8192),
-    (8192, 12288),
-    (8192, 16384),
-    (4096, 32768),
-    (4096, 65536),
-    (1024, 131072),
     (64, 262144),
-    (8192, 1000),
-    (8192, 4095),
-    (8192, 50257),
-    (1, 4096),
     (3, 1024),
     (256, 8),
 ]

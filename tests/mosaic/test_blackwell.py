@@ -22,10 +22,9 @@ import norms
 import numpy as np
 import pytest
 import test_divergence
-from forward_cases import BF16, F32
 from h100 import CONFIGS, SPILLED, Compiled, Compiler
 from logits_cases import of_width, operand_types
-from specs import build_spec, changed
+from specs import BF16, F32, build_spec, changed
 from test_rope import QUERIES, make_spec
 
 from benchmarks import contract

@@ -9,15 +9,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from reference import assert_within, exact, of_roundings, rounding
-from specs import changed
+from specs import BF16, F16, F32, changed
 from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
 from test_losses_mosaic import LossForwardSchedule
 
 import jaxnorm
-from jaxnorm.operations.kl_divergence import divergence_call
+from jaxnorm.operations.loss import loss_call
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import choose_both
@@ -25,25 +24,24 @@ from jaxnorm_kernels.mosaic.device.gpu import HOPPER, REGISTERS
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-CAPPED = {"scale": 0.7, "logit_softcap": 8.0, "teacher_logit_softcap": 8.0}
-OTHER_CAPS = {"scale": 1.5, "logit_softcap": 8.0, "teacher_logit_softcap": 30.0}
+SCALED = {"logits_scale": 0.7}
+CAPPED = {"logits_scale": 0.7, "logit_softcap": 8.0, "teacher_softcap": 8.0}
+OTHER_CAPS = {"logits_scale": 1.5, "logit_softcap": 8.0, "teacher_softcap": 30.0}
 DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 
 
 def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0, **options):
     """Return two specs: of the forward, which also returns statistics, and of the backward."""
-    given = {"scale": 1.0, "reverse": False, "logit_softcap": None, "teacher_logit_softcap": None}
-    call = divergence_call(
+    call = loss_call(
         "kl_divergence",
         (rows, cols + padding),
         np.dtype(dtype),
-        np.dtype(teacher_dtype),
         axis=-1,
         mask=None,
         has_positions=has_positions,
-        has_scale=False,
         implementation=None,
-        **{**given, **options},
+        teacher_dtype=np.dtype(teacher_dtype),
+        **options,
     ).with_stats()
     call = call.replaced(padding=padding)
     return [c.as_seen_by("mosaic") for c in (call, call.backward(("x",), ("y",)))]
@@ -158,7 +156,7 @@ def test_caps_and_positions(reverse):
 
 @DIRECTIONS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("options", [{"scale": 0.7}, CAPPED], ids=str)
+@pytest.mark.parametrize("options", [SCALED, CAPPED], ids=str)
 def test_equal_logits(dtype, options, reverse):
     x, _ = operands((3, 4099), dtype)
     x = x.at[0].multiply(1000)
@@ -222,9 +220,16 @@ def test_no_races():
     ("cols", "padding", "dtype", "of_dx", "schedule", "options"),
     [
         (4096, 0, "float32", "bfloat16", None, {}),
-        (16384, 0, "float32", "float16", None, {"scale": 0.7}),
+        (16384, 0, "float32", "float16", None, SCALED),
         (4096, 0, "bfloat16", "bfloat16", LossForwardSchedule(2), {}),
-        (2056, 0, "float16", "float16", LossForwardSchedule(1, warpgroups=2), {"scale": 1.5}),
+        (
+            2056,
+            0,
+            "float16",
+            "float16",
+            LossForwardSchedule(1, warpgroups=2),
+            {"logits_scale": 1.5},
+        ),
         (3000, 0, "float32", "float32", LossForwardSchedule(2), CAPPED),
         (2047, 1, "float32", "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
         (1025, 7, "bfloat16", "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
@@ -276,7 +281,7 @@ def test_one_kernel_is_both_passes(reverse):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("options", [{"scale": 0.7}, CAPPED], ids=str)
+@pytest.mark.parametrize("options", [SCALED, CAPPED], ids=str)
 def test_equal_logits_in_one_kernel(options, reverse):
     x, _ = operands((3, 1032), "float32")
     x = x.at[0].multiply(1000)
@@ -334,16 +339,6 @@ def test_schedules_of_one_kernel():
         assert words in mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0], BF16))
     for cols in expected:
         assert mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0])) is None
-
-
-def test_which_calls_have_kernels():
-    x = jnp.ones((8, 1000))
-    for words, options in {
-        "mask of classes": {"where": jnp.ones((8, 1000), bool)},
-        "scale of logits that is a number": {"logits_scale": jnp.ones(8)},
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            jaxnorm.kl_divergence(x, x, implementation="mosaic", **options)
 
 
 # -------------------------------------------------------------- lowered, or compiled for an H100
@@ -430,7 +425,7 @@ def test_registers_of_one_kernel(cols, dtype, options, compiler):
 
 @pytest.mark.gpu
 @DIRECTIONS
-@pytest.mark.parametrize("options", [{}, {"scale": 0.7}, CAPPED], ids=str)
+@pytest.mark.parametrize("options", [{}, SCALED, CAPPED], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     ("rows", "cols", "padding", "schedule", "cluster"),

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import test_group_norm
 from backward_cases import NORM_CASES
-from forward_cases import BF16, CASES, F16, F32
+from forward_cases import CASES
 from h100 import Compiler, assert_fits
 from pairs import pairwise
 from reference import ACTIVATIONS
-from specs import changed
+from specs import BF16, F16, F32, changed
 from test_group_norm import STRIPS
 
 from benchmarks import contract

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from forward_cases import BF16, F32, call, make_operands, make_spec
+from forward_cases import call, make_operands, make_spec
 from forward_cases import reference as forward_reference
 from reference import assert_within
+from specs import BF16, F32
 
 from benchmarks import blocks, jax_side
 from benchmarks.contract import KernelWorkload

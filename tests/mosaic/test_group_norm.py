@@ -18,10 +18,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forward_cases import BF16, F16, F32
 from h100 import Compiler
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from specs import build_spec, changed
+from specs import BF16, F16, F32, build_spec, changed
 
 import jaxnorm
 from benchmarks import contract

@@ -13,23 +13,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
-from forward_cases import (
-    BF16,
-    CASES,
-    F16,
-    F32,
-    OPS,
-    Case,
-    call,
-    interpret,
-    make_operands,
-    make_spec,
-    reference,
-)
+from forward_cases import CASES, OPS, Case, call, interpret, make_operands, make_spec, reference
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 from program_error import assert_computes
-from specs import changed
+from specs import BF16, F16, F32, changed
 
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule

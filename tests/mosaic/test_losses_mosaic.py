@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import norms
 import numpy as np
 import pytest
-from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.sharding import PartitionSpec
 from log_prob_cases import LogProbs
 from loss_cases import CrossEntropy, operands
 from reference import assert_within, exact, of_roundings, rounding
-from specs import build_spec, changed
+from specs import BF16, F16, F32, build_spec, changed
 
 import jaxnorm
 from benchmarks import contract, hlo

@@ -8,25 +8,15 @@ here.
 import math
 from typing import Any
 
+import forward_cases
 import jax
 import jax.numpy as jnp
 import norms
 import numpy as np
 import pytest
-from forward_cases import (
-    BF16,
-    CASES,
-    CLUSTERED,
-    F16,
-    F32,
-    OPS,
-    RESIDUAL_OPS,
-    Case,
-    call,
-    lower,
-    make_spec,
-)
+from forward_cases import CASES, CLUSTERED, OPS, RESIDUAL_OPS, Case, call, lower, make_spec
 from pairs import pairwise
+from specs import BF16, F16, F32
 
 import jaxnorm
 from jaxnorm_kernels import mosaic
@@ -91,21 +81,7 @@ def test_a_layout_that_does_not_fit_is_found() -> None:
 #: The shapes of the benchmarks, odd shapes, shapes with few rows, and the shape of an array of more
 #: than 2^31 elements.
 SHAPES = [
-    (32768, 128),
-    (32768, 768),
-    (32768, 1024),
-    (32768, 4096),
-    (8192, 5120),
-    (16384, 8192),
-    (8192, 12288),
-    (8192, 16384),
-    (4096, 32768),
-    (4096, 65536),
-    (1024, 131072),
-    (8192, 1000),
-    (8192, 4095),
-    (8192, 50257),
-    (1, 4096),
+    *forward_cases.SHAPES,
     (128, 8192),
     (1, 65536),
     (512, 2**18),

@@ -34,8 +34,6 @@ import jaxnorm
 MOST = 16_000
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
-SAME = ((BF16, BF16), (F32, F32))
-MIXED = (F32, BF16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,56 +143,62 @@ FUNCTIONS = {
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
 
-# Together, these calls use every rule of the schedules. There are also calls whose kernels had too
-# many operations in earlier versions: one operation for each row or for each vector. In these
-# calls, rows are unaligned, or a row is shorter than the elements that a warp loads at once, or
-# some tiles are above a causal diagonal.
+# The numbers of columns of calls, for each function and each pair of dtypes of x and y. Together,
+# these calls use every rule of the schedules. There are also calls whose kernels had too many
+# operations in earlier versions: one operation for each row or for each vector. In these calls,
+# rows are unaligned, or a row is shorter than the elements that a warp loads at once, or some tiles
+# are above a causal diagonal. Others have kernels with the most operations, found by a search over
+# many widths and dtypes.
+COLUMNS = {
+    (BF16, BF16): {
+        "layer_norm": [8, 24, 1016, 1024, 5120, 50256],
+        "rms_norm_add_rms_norm": [24, 768, 50256, 65536],
+        "add_layer_norm": [40, 4088],
+        "rms_norm_add": [72],
+        "causal_softmax": [1023, 50257],
+        "masked_softmax": [4095],
+        "add_rms_norm": [12288],
+        "cross_entropy": [50257],
+        "log_prob_and_entropy": [50257],
+        "biased_softmax": [50257],
+        "layer_norm of groups": [256],
+        "rms_norm_gated": [24, 128, 4088, 4096, 50256],
+        "layer_norm silu": [24, 1016, 4088, 4096, 50256],
+        "silu of groups": [256],
+        "add_layer_norm with a gate": [24, 1152, 4088, 50256],
+        "rms_norm_rope": [128],
+    },
+    (F32, F32): {
+        "layer_norm": [24, 131072],
+        "rms_norm_add_rms_norm": [24, 5120],
+        "softmax": [8, 50257],
+        "log_softmax": [3000],
+        "causal_log_softmax": [65535],
+        "rms_norm_rope": [80],
+    },
+    (F32, BF16): {
+        "rms_norm": [56],
+        "add_rms_norm": [1000],
+        "layer_norm": [50256],
+        "layer_norm of samples": [4088],
+        "rms_norm_gated": [65536],
+        "add_layer_norm with a gate": [65536],
+        "rms_norm_rope": [512],
+    },
+    (F16, F16): {
+        "rms_norm_add_rms_norm": [120],
+        "layer_norm": [200],
+    },
+    (BF16, F32): {
+        "add_rms_norm": [50256],
+        "add_layer_norm": [57352],
+    },
+}
 CASES = [
-    *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
-    ("add_layer_norm", 40, BF16, BF16),
-    ("rms_norm", 56, *MIXED),
-    ("rms_norm_add", 72, BF16, BF16),
-    ("rms_norm_add_rms_norm", 120, F16, F16),
-    ("layer_norm", 8, BF16, BF16),
-    ("softmax", 8, F32, F32),
-    ("layer_norm", 200, F16, F16),
-    ("rms_norm_add_rms_norm", 768, BF16, BF16),
-    ("add_rms_norm", 1000, *MIXED),
-    ("layer_norm", 1016, BF16, BF16),
-    ("causal_softmax", 1023, BF16, BF16),
-    ("layer_norm", 1024, BF16, BF16),
-    ("log_softmax", 3000, F32, F32),
-    ("add_layer_norm", 4088, BF16, BF16),
-    ("masked_softmax", 4095, BF16, BF16),
-    ("layer_norm", 5120, BF16, BF16),
-    ("rms_norm_add_rms_norm", 5120, F32, F32),
-    ("add_rms_norm", 12288, BF16, BF16),
-    ("layer_norm", 50256, BF16, BF16),
-    ("rms_norm_add_rms_norm", 50256, BF16, BF16),
-    ("causal_softmax", 50257, BF16, BF16),
-    ("softmax", 50257, F32, F32),
-    ("cross_entropy", 50257, BF16, BF16),
-    ("log_prob_and_entropy", 50257, BF16, BF16),
-    # The calls whose kernels have the most operations, found by a search over many widths and
-    # dtypes.
-    ("add_rms_norm", 50256, BF16, F32),
-    ("layer_norm", 50256, *MIXED),
-    ("add_layer_norm", 57352, BF16, F32),
-    ("causal_log_softmax", 65535, F32, F32),
-    ("biased_softmax", 50257, BF16, BF16),
-    ("layer_norm of samples", 4088, *MIXED),
-    ("rms_norm_add_rms_norm", 65536, BF16, BF16),
-    ("layer_norm", 131072, F32, F32),
-    ("layer_norm of groups", 256, BF16, BF16),
-    *(("rms_norm_gated", cols, BF16, BF16) for cols in (24, 128, 4088, 4096, 50256)),
-    ("rms_norm_gated", 65536, *MIXED),
-    *(("layer_norm silu", cols, BF16, BF16) for cols in (24, 1016, 4088, 4096, 50256)),
-    ("silu of groups", 256, BF16, BF16),
-    *(("add_layer_norm with a gate", cols, BF16, BF16) for cols in (24, 1152, 4088, 50256)),
-    ("add_layer_norm with a gate", 65536, *MIXED),
-    ("rms_norm_rope", 128, BF16, BF16),
-    ("rms_norm_rope", 80, F32, F32),
-    ("rms_norm_rope", 512, *MIXED),
+    (name, cols, *dtypes)
+    for dtypes, functions in COLUMNS.items()
+    for name, widths in functions.items()
+    for cols in widths
 ]
 
 

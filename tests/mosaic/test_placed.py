@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import refused
 import test_logits
-from forward_cases import BF16, F32
 from jax.sharding import PartitionSpec as P
 from logits_cases import KINDS, SCALE, Case, mixed, of_width, op_of
 from placed_cases import interpret, interpreted, lower
 from program_error import assert_computes
 from reference import SAFETY, assert_within, rounding
+from specs import BF16, F32
 from test_softmax import FUNCTIONS, data
 
 import jaxnorm

@@ -9,10 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from norm_linear_cases import NormLinear, operands
 from reference import assert_within, exact
+from specs import BF16, F16, F32
 
 import jaxnorm
 from jaxnorm_kernels import mosaic

@@ -12,9 +12,10 @@ import backward_cases
 import jax
 import norms
 import pytest
-from forward_cases import BF16, F32, RESIDUAL_OPS, make_spec
+from forward_cases import RESIDUAL_OPS, make_spec
 from h100 import SPILLED, assert_fits
 from logits_cases import KINDS, of_width, operand_types
+from specs import BF16, F32
 
 import jaxnorm
 from benchmarks import contract

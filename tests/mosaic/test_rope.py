@@ -8,10 +8,9 @@ import jax
 import norms
 import numpy as np
 import pytest
-from forward_cases import BF16, F16, F32
 from h100 import SPILLED, Compiler
 from pairs import pairwise
-from specs import changed
+from specs import BF16, F16, F32, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic

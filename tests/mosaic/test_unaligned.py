@@ -4,6 +4,8 @@ Threads load and store such rows element by element. The tests check values, in 
 on a GPU, and the number of registers of the kernels.
 """
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import backward_cases as backward
@@ -11,13 +13,14 @@ import forward_cases as forward
 import jax
 import numpy as np
 import pytest
-from forward_cases import BF16, F32, RESIDUAL_OPS
+from forward_cases import RESIDUAL_OPS
 from h100 import Compiler
 from reference import assert_within
-from specs import changed
+from specs import BF16, F32, changed
 
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.specs import Spec
 
 #: Each entry: the function, the numbers of rows and columns, and the dtype. The widths are such
 #: that a row is processed by a part of a warp, by one warpgroup, or by several warpgroups.
@@ -38,26 +41,26 @@ BACKWARD = (
 )
 
 
-@pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.parametrize(("op", "rows", "cols", "dtype"), FORWARD)
-def test_forward_values(op: str, rows: int, cols: int, dtype: np.dtype) -> None:
-    spec = forward.make_spec(op, rows, cols, dtype, dtype)
-    operands = forward.make_operands(spec)
-    outputs = forward.interpret(spec, *operands)
-    expected, errors = forward.reference(spec, *operands, outputs=outputs)
+def check(cases: ModuleType, run: Callable[..., Any], spec: Spec) -> None:
+    """Assert that the results of `run(spec, *operands)` are within their error bounds.
+
+    `cases` is the module `forward_cases` or `backward_cases`.
+    """
+    operands = cases.make_operands(spec)
+    outputs = [*map(np.asarray, run(spec, *operands))]
+    given = {"outputs": outputs} if cases is forward else {}
+    expected, errors = cases.reference(spec, *operands, **given)
     for output, value, error in zip(outputs, expected, errors, strict=True):
-        assert np.max(np.abs(output.astype(np.float64) - value) - error) <= 0
+        assert_within(output, value, error)
 
 
 @pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.parametrize(("op", "rows", "cols", "dtype"), BACKWARD)
-def test_backward_values(op: str, rows: int, cols: int, dtype: np.dtype) -> None:
-    spec = backward.make_spec(op, rows, cols, dtype, dtype)
-    operands = backward.make_operands(spec)
-    outputs = backward.interpret(spec, *operands)
-    for output, value, error in zip(outputs, *backward.reference(spec, *operands)):
-        if value is not None:
-            assert np.max(np.abs(output.astype(np.float64) - value) - error) <= 0
+@pytest.mark.parametrize(
+    ("cases", "op", "rows", "cols", "dtype"),
+    [*((forward, *case) for case in FORWARD), *((backward, *case) for case in BACKWARD)],
+)
+def test_values(cases: ModuleType, op: str, rows: int, cols: int, dtype: np.dtype) -> None:
+    check(cases, cases.interpret, cases.make_spec(op, rows, cols, dtype, dtype))
 
 
 @pytest.mark.usefixtures("quick_to_compile")
@@ -122,23 +125,8 @@ def test_registers(
 @pytest.mark.parametrize(("rows", "cols"), [(24, 1031), (1056, 4095), (272, 9002), (264, 50257)])
 @pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
-def test_forward_on_a_gpu(op: str, x: np.dtype, y: np.dtype, rows: int, cols: int) -> None:
-    spec = forward.make_spec(op, rows, cols, x, y)
-    operands = forward.make_operands(spec)
-    outputs = [np.asarray(v) for v in jax.jit(lambda *a: forward.call(spec, *a))(*operands)]
-    expected = forward.reference(spec, *operands, outputs=outputs)
-    for output, value, error in zip(outputs, *expected, strict=True):
-        assert_within(output, value, error)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "cols"), [(24, 1031), (1056, 4095), (272, 9002), (264, 50257)])
-@pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
-@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
-def test_backward_on_a_gpu(op: str, x: np.dtype, y: np.dtype, rows: int, cols: int) -> None:
-    spec = backward.make_spec(op, rows, cols, x, y)
-    operands = backward.make_operands(spec)
-    outputs = jax.jit(lambda *a: backward.call(spec, *a))(*operands)
-    for output, value, error in zip(outputs, *backward.reference(spec, *operands)):
-        if value is not None:
-            assert_within(np.asarray(output), value, error)
+@pytest.mark.parametrize("cases", [forward, backward], ids=["forward", "backward"])
+def test_on_a_gpu(
+    cases: ModuleType, op: str, x: np.dtype, y: np.dtype, rows: int, cols: int
+) -> None:
+    check(cases, jax.jit(cases.call, static_argnums=0), cases.make_spec(op, rows, cols, x, y))

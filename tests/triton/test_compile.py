@@ -10,11 +10,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 import pytest
 from compiling import compile_call
-from specs import build_spec
+from specs import BF16, F16, F32, build_spec
 
 import jaxnorm
 from benchmarks.contract import KernelWorkload
@@ -23,7 +21,6 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import Gpu
 from jaxnorm_kernels.triton.schedule import choose, choose_line
 
-BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 # A100, RTX 4090 and H100: compute capability, SMs, and bytes of shared memory that a program may
 # use.
 GPUS = {

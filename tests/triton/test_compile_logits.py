@@ -6,19 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from logits_cases import KINDS, Case, of_width
-from test_compile import (
-    BF16,
-    COLS,
-    F32,
-    GPUS,
-    check,
-    choose_line,
-    compile_call,
-    kernels_in,
-    schedules,
-)
+from specs import BF16, F32
+from test_compile import COLS, GPUS, check, compile_call, kernels_in
 
 import jaxnorm
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.schedule import choose_line
 
 # Widths of short rows, of unaligned rows, of rows held in registers, and of rows that need a loop.
 WIDTHS = [64, 1000, 4095, 4096, 16384, 32768, 50257]

@@ -6,22 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specs import build_spec
-from test_compile import (
-    BF16,
-    F16,
-    F32,
-    GPUS,
-    check,
-    choose,
-    compile_call,
-    kernels_in,
-    schedules,
-)
+from specs import BF16, F16, F32, build_spec
+from test_compile import GPUS, check, compile_call, kernels_in
 
 from jaxnorm import kl_divergence
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton import support
+from jaxnorm_kernels.triton.schedule import choose
 
 # Numbers of columns. At some of these, several rows share a tile. At others, an unaligned row
 # contains no complete block. The largest are sizes of vocabularies.

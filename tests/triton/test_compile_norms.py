@@ -15,24 +15,15 @@ import norms
 import pytest
 from pairs import pairwise
 from reference import ACTIVATIONS
-from specs import changed
-from test_compile import (
-    BF16,
-    F16,
-    F32,
-    GPUS,
-    check,
-    choose,
-    choose_line,
-    compile_call,
-    kernels_in,
-    schedules,
-)
+from specs import BF16, F16, F32, changed
+from test_compile import GPUS, check, compile_call, kernels_in
 
 import jaxnorm
 from benchmarks import contract
 from jaxnorm_kernels import triton
 from jaxnorm_kernels.specs import Shared
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.schedule import choose, choose_line
 
 # Widths of short rows, of unaligned rows, of rows held in registers, and of rows that need a loop.
 COLS = [64, 128, 1000, 1152, 2048, 4095, 4096, 8192, 16384, 50257]
@@ -287,7 +278,7 @@ def test_calls_lower_for_cuda(name):
 
 # ---------------------------------------------------------------------- norms with rotary embedding
 
-# Pairs: the number of columns of a head, and the number of rotated columns.
+# Each entry is a tuple (number of columns of a head, number of rotated columns).
 HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
 HEADS += [(1024, 1024)]
 

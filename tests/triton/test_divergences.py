@@ -149,13 +149,3 @@ def test_dx_where_x_lies(dtype, padding, reverse, scheduled):  # noqa: F811
     assert_within(y, of.value, of.bound)
     assert_within(dx[:, :101], *of.gradient(d))
     assert not dx[:, 101:].any()
-
-
-def test_which_calls_have_kernels():
-    x = jnp.ones((8, 1000))
-    for words, options in {
-        "mask of classes": {"where": jnp.ones((8, 1000), bool)},
-        "scale of logits that is a number": {"logits_scale": jnp.ones(8)},
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            kl_divergence(x, x, implementation="triton", **options)

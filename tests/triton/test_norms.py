@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import norms
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from norms import normal
 from pairs import pairwise
 from program_error import assert_computes
 from reference import ACTIVATIONS, exact
-from specs import changed
+from specs import BF16, F16, F32, changed
 from test_schedules import SCHEDULES, make_schedule
 
 import jaxnorm
@@ -30,7 +29,6 @@ from jaxnorm_kernels import xla
 
 pytestmark = pytest.mark.triton
 
-BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 SHAPE = (9, 100)
 # Dtypes of x, of the second array of rows, and of y.
 MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, F16), (F16, BF16, F32)]

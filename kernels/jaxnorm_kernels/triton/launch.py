@@ -75,9 +75,14 @@ def launch(
       warps: the number of warps (of 32 threads) in a program.
       registers: the maximum number of registers of a thread.
       arguments: maps the names of the kernel's other parameters to arrays, sizes and compile-time
-        constants. If an array is None, the kernel is compiled without it.
+        constants. If an array is None, the kernel is compiled without it, or has no such parameter.
     """
     absent = {key: None for key, out in outputs.items() if out is None}
+    given = {
+        key: value
+        for key, value in (arguments | absent).items()
+        if value is not None or key in kernel.arg_names
+    }
     results = run(
         kernel=kernel,
         name=name,
@@ -86,8 +91,7 @@ def launch(
         num_warps=warps,
         compute_capability=local_gpu().capability,
         backend_options={"maxnreg": registers, **_OPTIONS},
-        **arguments,
-        **absent,
+        **given,
     )
     return [_vary_like(arguments, result) for result in results]
 

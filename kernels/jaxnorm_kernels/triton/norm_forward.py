@@ -65,7 +65,11 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     residual, branch_scale = operands.residual, operands.branch_scale
     schedule = schedule or schedules.choose(spec)
     kernel = norm_fwd_in_registers
-    options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": norm_parameters.gate_of(spec)}
+    options: dict[str, Any] = {
+        "op": "add_norm" if branch_scale is not None else spec.op,
+        "gate_ptr": operands.gate,
+        "gate": norm_parameters.gate_of(spec),
+    }
     if schedule.is_looped(spec):
         kernel = norm_fwd_looped
     elif schedule.stages > 1 and _may_persist(spec):
@@ -100,7 +104,6 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         bias_rows=group_rows(bias, spec),
         next_scale_rows=group_rows(next_scale, spec),
         branch_scale_rows=group_rows(branch_scale, spec),
-        op="add_norm" if branch_scale is not None else spec.op,
         norm=norm_parameters.of(norm),
         **options,
     )
@@ -189,22 +192,12 @@ def norm_fwd_in_registers(
 @triton.jit
 def norm_fwd_persistent(
     x_ptr,
-    residual_ptr,
     scale_ptr,
     bias_ptr,
-    next_scale_ptr,
-    branch_scale_ptr,
     y_ptr,
-    h_ptr,
     rstd_ptr,
     mean_ptr,
-    next_rstd_ptr,
     rows,
-    scale_rows,
-    bias_rows,
-    next_scale_rows,
-    branch_scale_rows,
-    op: tl.constexpr,
     norm: tl.constexpr,
     tiling: tl.constexpr,
     stages: tl.constexpr,

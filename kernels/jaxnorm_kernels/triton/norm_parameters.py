@@ -113,8 +113,8 @@ def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
     elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
     else:
-        # If y is float16, G may be 0. x_hat cannot be recovered from y in this case. An inverse of
-        # 0 sets x_hat to 0.
+        # If y is float16, G may be 0, and x_hat cannot be recovered from y. Then 0 is used in place
+        # of 1 / G, which makes x_hat 0.
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
     return g, inverse
 

@@ -338,8 +338,9 @@ NORM_ROPE_FORWARD = (
     # columns would take 1.03 to 1.04 times as long as with this line. For 256 columns, the next
     # line is better: it takes 0.89 times as long.
     Line(128, warps=4, per_sm=8, share=2048, itemsize=2),
-    # A thread has 8 values of 32 bits, which are as many bytes as 16 values of 16 bits. With 16
-    # values of 32 bits, some registers would spill if only some of the columns are rotated.
+    # A thread has 16 values if they have 16 bits, but only 8 if they have 32 bits: the number of
+    # bytes is the same. With 16 values of 32 bits, registers would spill if only some of the
+    # columns are rotated.
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 

@@ -29,6 +29,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.gradients import add_rows
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import logits as logits_of
@@ -94,18 +95,8 @@ def softmax_bwd(
     )
     if dbias is None:
         return Operands(dx)
-    gradient = _of_rows(dbias, *sums).astype(spec.softmax.logits_bias_dtype)
+    gradient = add_rows(dbias, *sums).astype(spec.softmax.logits_bias_dtype)
     return Operands(dx, logits_bias=gradient)
-
-
-def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
-    """Add up the numbers of all rows of x that share a row of the bias.
-
-    `sums` has one number for each row of x. The bias has n rows with one value each, so the result
-    has the shape `(n, 1)`.
-    """
-    broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
-    return sums.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
 
 
 @triton.jit

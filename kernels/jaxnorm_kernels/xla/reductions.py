@@ -147,9 +147,9 @@ def _axes_of_parameter(
     """Return two lists of axes of `like`: the axes that `parameter` has, and all other axes.
 
     The first list is in the order of the parameter's axes. The last axes of the parameter are the
-    normalised axes. If groups of rows have separate values, the parameter has additional leading
-    axes. If the parameter has n leading axes, they correspond to the last n of the axes of `like`
-    that are not normalised, in the same order, as in numpy's broadcasting.
+    normalised axes. If groups of rows have separate values, the parameter also has n leading axes.
+    Consider the axes of `like` that are not normalised: the leading axes of the parameter
+    correspond to the last n of these, in the same order, as in numpy's broadcasting.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]

@@ -24,7 +24,6 @@ row, and dx may overwrite x. If the row's position is masked, the forward pass s
 and dx is 0. If the label is not a class, log(s) and dx are NaN.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -56,7 +55,7 @@ def cross_entropy_bwd(
         [residuals.saved],
         residuals.labels,
         numbers,
-        functools.partial(gradient, spec),
+        gradient,
     )
 
 

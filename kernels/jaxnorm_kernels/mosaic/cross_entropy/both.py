@@ -10,7 +10,6 @@ rows of all blocks that run at the same time fit into the L2 cache, the second r
 bandwidth. In the kernel of the KL divergence, a cluster of blocks may share a row.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,20 +23,20 @@ from jaxnorm_kernels.mosaic.cross_entropy.backward import gradient
 from jaxnorm_kernels.mosaic.cross_entropy.forward import (
     COLUMNS,
     reduction,
+    row_bytes,
     sums_of,
     takes_80_registers,
 )
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossForwardSchedule,
-    RowGather,
-    Steps,
+    LossRow,
     launch_forward,
     run_unmasked,
     store_gradient,
     store_results,
     units_of,
 )
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, power_of_2
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
@@ -64,10 +63,10 @@ _SHARE_BYTES = 12 * 1024
 
 def choose(spec: Spec) -> LossForwardSchedule:
     """Choose the schedule of a call."""
-    row = spec.cols * spec.x_dtype.itemsize
+    row = row_bytes(spec)
     # With eight warpgroups, an SM has 64 registers for each thread.
     most = 8 if row > _LONG_BYTES and not takes_80_registers(spec) else 4
-    warpgroups = 1 << min(max(1, row // _SHARE_BYTES), most).bit_length() - 1
+    warpgroups = power_of_2(max(1, min(row // _SHARE_BYTES, most)))
     return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups)
 
 
@@ -83,77 +82,55 @@ def cross_entropy_both(
     `schedule` replaces the default schedule.
     """
     schedule = schedule or choose(spec)
-    arrays = [operands.x, operands.labels, cotangents.y]
-    if operands.positions is not None:
-        arrays.append(operands.positions)
-    compute = functools.partial(_row, spec, schedule)
-    dx, y = launch_forward(spec, schedule, arrays, compute, results=1, sums=sums_of(spec))
+    arrays = (operands.x, operands.labels, cotangents.y, operands.positions)
+    dx, y = launch_forward(spec, schedule, arrays, _row, results=1, sums=sums_of(spec))
     return Results(y), Operands(dx)
 
 
-def _row(
-    spec: Spec,
-    schedule: LossForwardSchedule,
-    row: Any,
-    operands: Sequence[Ref],
-    results: Sequence[Ref],
-    gather: RowGather,
-) -> None:
+def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
     x, labels, dy, *positions = operands
-    d = load(dy.at[row], None)
-    label, reduce = reduction(spec, schedule, row, x, labels, gather)
+    d = load(dy.at[row.index], None)
+    label, reduce = reduction(row, x, labels)
 
     def loss_and_numbers() -> tuple[jax.Array, list[jax.Array]]:
         loss, *stats = reduce()
         return loss, [*stats, d]
 
-    store_both(
-        Steps(units_of(spec, padded=True), schedule, row),
-        results,
-        positions,
-        loss_and_numbers,
-        gather.skip,
-        [x],
-        label,
-        functools.partial(gradient, spec),
-    )
+    store_both(row, results, positions, loss_and_numbers, [x], label, gradient)
 
 
 def store_both(
-    steps: Steps,
+    row: LossRow,
     results: Sequence[Ref],
     positions: Sequence[Ref],
     reduce: Callable[[], tuple[jax.Array, Sequence[jax.Array]]],
-    skip: Callable[[], None],
     logits: Sequence[Ref],
     label: jax.Array | None,
-    of_unit: Callable[..., jax.Array],
+    gradient: Callable[..., jax.Array],
 ) -> None:
     """Store the loss of a row and its gradient. Both are 0 if the row's position is masked.
 
     Args:
-      steps: the row's units, with the columns of padding.
+      row: the row.
       results: refs of dx and of the losses.
       positions: a list that contains the mask of positions. It is empty if there is no mask.
-      reduce: a function that reads the row. It returns the loss, and a list of scalars that
-        `of_unit` needs: statistics of the row, and the cotangent of the loss.
-      skip: a function that is called instead of `reduce` if the row's position is masked.
+      reduce: a function that reads the row, and calls ``row.gather``. It returns the loss, and a
+        list of scalars that `gradient` needs: statistics of the row, and the cotangent of the loss.
       logits: refs of x and, for a divergence, of the teacher's logits.
       label: the row's label, or None if there are no labels.
-      of_unit: a function that returns dx of a unit; see the argument `gradient` of
-        `launch_backward`.
+      gradient: a function that returns dx of a unit; see `launch_backward`.
     """
-    row, (dx, losses) = steps.row, results
+    (dx, losses), index, steps = results, row.index, row.steps(padded=True)
 
     def unmasked() -> None:
         loss, numbers = reduce()
-        store_results(row, [losses], [loss])
+        store_results(index, [losses], [loss])
 
         def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
-            return [load_units(units, ref, row) for ref in logits]
+            return [load_units(units, ref, index) for ref in logits]
 
         def write(units: Sequence[Unit], raw: Sequence[Sequence[jax.Array]]) -> None:
-            store_gradient(units, raw, dx, row, label, numbers, of_unit, None)
+            store_gradient(row.spec, units, raw, dx, index, label, numbers, gradient, None)
 
         def advance(i: Any, raw: list[list[jax.Array]]) -> list[list[jax.Array]]:
             coming = read(steps.step(last - 1 - i))
@@ -169,16 +146,16 @@ def store_both(
             write(steps.step(0), lax.fori_loop(0, last, advance, raw))
 
     def masked() -> None:
-        skip()
-        store_results(row, [losses], [0.0])
+        row.skip()
+        store_results(index, [losses], [0.0])
 
         def clear(units: Sequence[Unit]) -> None:
             zero = jnp.zeros(units[0].shape, jnp.float32)
             for unit in units:
-                unit.store(dx, row, plgpu.layout_cast(zero, unit.layout))
+                unit.store(dx, index, plgpu.layout_cast(zero, unit.layout))
 
         lax.fori_loop(0, steps.whole_steps, lambda i, _: clear(steps.step(i)), None)
         if rest := steps.rest():
             clear(rest)
 
-    run_unmasked(row, positions, unmasked, masked)
+    run_unmasked(index, positions, unmasked, masked)

@@ -43,7 +43,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossForwardSchedule,
-    Steps,
+    LossRow,
     fresh_of,
     launch_forward,
     read_label,
@@ -53,7 +53,14 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
 )
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, widen
+from jaxnorm_kernels.mosaic.device.layouts import (
+    Layout,
+    Ref,
+    flat_index,
+    load,
+    power_of_2,
+    widen,
+)
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     of_threads,
@@ -87,13 +94,21 @@ COLUMNS = 16
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     """Choose the schedule of a forward pass."""
-    share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
-    wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
     # With 80 registers per thread, an SM does not have enough registers for two blocks of 512
     # threads.
     most = 2 if takes_80_registers(spec) else _MOST_WARPGROUPS
-    warpgroups = 1 << min(wanted, most).bit_length() - 1
-    return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups)
+    return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups_of(spec, gpu, most))
+
+
+def warpgroups_of(spec: Spec, gpu: Gpu, most: int) -> int:
+    """Return the number of warpgroups of a block, a power of 2 that is at most `most`."""
+    share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
+    return power_of_2(max(1, min(row_bytes(spec) // share, most)))
+
+
+def row_bytes(spec: Spec) -> int:
+    """Return the bytes of a row of x. For a divergence, the teacher's row is included."""
+    return spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
 
 
 def takes_80_registers(spec: Spec) -> bool:
@@ -115,9 +130,8 @@ def cross_entropy_fwd(
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
-    arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
-    compute = functools.partial(_row, spec, schedule)
-    y, *rest = launch_forward(spec, schedule, arrays, compute, results=results, sums=sums_of(spec))
+    arrays = (operands.x, operands.labels, operands.positions)
+    y, *rest = launch_forward(spec, schedule, arrays, _row, results=results, sums=sums_of(spec))
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))
     entropy, *stats = rest
@@ -129,39 +143,25 @@ def sums_of(spec: Spec) -> int:
     return 2 + (bool(spec.loss.label_smoothing) or spec.returns_entropy)
 
 
-def _row(
-    spec: Spec,
-    schedule: LossForwardSchedule,
-    row: Any,
-    operands: Sequence[Ref],
-    results: Sequence[Ref],
-    gather: Callable[..., list[jax.Array]],
-) -> None:
+def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
     x, labels, *positions = operands
-    _, reduce = reduction(spec, schedule, row, x, labels, gather)
-    zeros = [0.0] * (1 + spec.returns_entropy)
-    store_row(row, results, positions, reduce, [*zeros, 0.0, -jnp.inf])
+    _, reduce = reduction(row, x, labels)
+    zeros = [0.0] * (1 + row.spec.returns_entropy)
+    store_row(row.index, results, positions, reduce, [*zeros, 0.0, -jnp.inf])
 
 
-def reduction(
-    spec: Spec,
-    schedule: LossForwardSchedule,
-    row: Any,
-    x: Ref,
-    labels: Ref,
-    gather: Callable[..., list[jax.Array]],
-) -> tuple[jax.Array, Callable[[], list[jax.Array]]]:
+def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[], list[jax.Array]]]:
     """Start to load a row. Return its label, and a function that returns the row's results.
 
     The results include the statistics m and log(s).
     """
-    steps = Steps(units_of(spec), schedule, row)
+    spec, steps = row.spec, row.steps()
     # Load the label first. Its logit can be loaded only after the label has arrived, so these two
     # loads together take longest.
-    label = read_label(labels, row)
-    first = load_units(steps.first(), x, row)
+    label = read_label(labels, row.index)
+    first = load_units(steps.first(), x, row.index)
     # An invalid label is clipped to a column, so that nothing outside the row is read.
-    x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
+    x_l = load(x.at[row.index, jnp.clip(label, 0, spec.classes - 1)], None)
 
     def reduce() -> list[jax.Array]:
         r = None
@@ -169,9 +169,9 @@ def reduction(
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
         nothing: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (sums_of(spec) - 1))
-        read = functools.partial(load_units, ref=x, row=row)
+        read = functools.partial(load_units, ref=x, row=row.index)
         add = functools.partial(_add, label=label, r=r, spec=spec)
-        parts = gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
+        parts = row.gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
         # Without smoothing, the label's logit is needed only here, not before the loop.
         sums = _merge(parts, spec)
         return _finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec)

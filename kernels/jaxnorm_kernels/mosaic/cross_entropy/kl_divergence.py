@@ -41,12 +41,12 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.both import store_both
+from jaxnorm_kernels.mosaic.cross_entropy.forward import row_bytes, warpgroups_of
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossBackwardSchedule,
     LossForwardSchedule,
-    RowGather,
-    Steps,
+    LossRow,
     fresh_of,
     launch_backward,
     launch_forward,
@@ -68,11 +68,9 @@ from jaxnorm_kernels.mosaic.device.threads import (
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
-# These constants determine the number of warpgroups of a block, as in the module `forward`. A block
-# has one warpgroup for each `_SHARE_BYTES` of input. The input is a row of the student's logits and
-# a row of the teacher's. With more than two warpgroups per block, an SM's registers would not
-# suffice for two blocks, because each thread has six sums.
-_SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 2
+# Maximum number of warpgroups of a block. With more, an SM's registers would not suffice for two
+# blocks, because each thread has six sums.
+_MOST_WARPGROUPS = 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8
 # For |u| up to this limit, a polynomial of five terms computes exp(-u) - 1 with an error below one
@@ -94,6 +92,9 @@ class _Sums(NamedTuple):
     s_q: jax.Array
     a: jax.Array
     b: jax.Array
+
+
+_SUMS = len(_Sums._fields)
 
 
 class _Pair(NamedTuple):
@@ -130,8 +131,7 @@ def _of_teacher(spec: Spec) -> Spec:
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     """Choose the schedule of a forward pass."""
-    share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
-    warpgroups = 1 << min(max(1, _row_bytes(spec) // share), _MOST_WARPGROUPS).bit_length() - 1
+    warpgroups = warpgroups_of(spec, gpu, _MOST_WARPGROUPS)
     return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups)
 
 
@@ -174,18 +174,13 @@ def choose_both(spec: Spec, gpu: Gpu) -> LossForwardSchedule | None:
     The schedule has the smallest cluster with which all rows that are processed at the same time
     fit into the L2 cache. The result is None if they do not fit with any cluster.
     """
-    row = _row_bytes(spec)
+    row = row_bytes(spec)
     warpgroups = next(number for least, number in _BOTH_WARPGROUPS if row >= least)
     sizes = [1, *sorted(size for size in gpu.clusters if size <= gpu.portable_cluster)]
     for cluster in sizes:
         if row * gpu.at_a_time(cluster) <= _CACHE_BYTES:
             return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups, cluster)
     return None
-
-
-def _row_bytes(spec: Spec) -> int:
-    """Return the bytes of a row of the student's logits and a row of the teacher's logits."""
-    return spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
 
 
 def kl_divergence_both(
@@ -201,41 +196,21 @@ def kl_divergence_both(
     """
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = required(schedule or choose_both(spec), spec)
-    arrays = [operands.x, operands.teacher_logits, cotangents.y]
-    if operands.positions is not None:
-        arrays.append(operands.positions)
-    compute = functools.partial(_row_of_both, spec, schedule)
-    sums = len(_Sums._fields)
-    dx, y = launch_forward(spec, schedule, arrays, compute, results=1, sums=sums)
+    arrays = (operands.x, operands.teacher_logits, cotangents.y, operands.positions)
+    dx, y = launch_forward(spec, schedule, arrays, _row_of_both, results=1, sums=_SUMS)
     return Results(y), Operands(dx)
 
 
-def _row_of_both(
-    spec: Spec,
-    schedule: LossForwardSchedule,
-    row: Any,
-    operands: Sequence[Ref],
-    results: Sequence[Ref],
-    gather: RowGather,
-) -> None:
+def _row_of_both(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
     x, teacher, dy, *positions = operands
-    d = load(dy.at[row], None)
-    reduce = _reduction(spec, schedule, row, x, teacher, gather)
+    d = load(dy.at[row.index], None)
+    reduce = _reduction(row, x, teacher)
 
     def divergence_and_numbers() -> tuple[jax.Array, list[jax.Array]]:
         y, *stats = reduce()
-        return y, [*stats, d, *([y] if spec.loss.reverse else [])]
+        return y, [*stats, d, *([y] if row.spec.loss.reverse else [])]
 
-    store_both(
-        Steps(units_of(spec, padded=True), schedule, row),
-        results,
-        positions,
-        divergence_and_numbers,
-        gather.skip,
-        [x, teacher],
-        None,
-        functools.partial(_gradient, spec),
-    )
+    store_both(row, results, positions, divergence_and_numbers, [x, teacher], None, _gradient)
 
 
 def kl_divergence_fwd(
@@ -244,52 +219,30 @@ def kl_divergence_fwd(
     """Return the divergence and the statistics. `schedule` replaces the default schedule."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
-    arrays = [operands.x, operands.teacher_logits]
-    if operands.positions is not None:
-        arrays.append(operands.positions)
-    y, *stats = launch_forward(
-        spec,
-        schedule,
-        arrays,
-        functools.partial(_row, spec, schedule),
-        results=1 + len(spec.statistics) * spec.has_stats,
-        sums=len(_Sums._fields),
-    )
+    results = 1 + len(spec.statistics) * spec.has_stats
+    arrays = (operands.x, operands.teacher_logits, operands.positions)
+    y, *stats = launch_forward(spec, schedule, arrays, _row, results=results, sums=_SUMS)
     return Results(y, stats=tuple(stats))
 
 
-def _row(
-    spec: Spec,
-    schedule: LossForwardSchedule,
-    row: Any,
-    operands: Sequence[Ref],
-    results: Sequence[Ref],
-    gather: Callable[..., list[jax.Array]],
-) -> None:
+def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
     x, teacher, *positions = operands
-    reduce = _reduction(spec, schedule, row, x, teacher, gather)
-    store_row(row, results, positions, reduce, [0.0, 0.0, -jnp.inf, 0.0, 0.0])
+    reduce = _reduction(row, x, teacher)
+    store_row(row.index, results, positions, reduce, [0.0, 0.0, -jnp.inf, 0.0, 0.0])
 
 
-def _reduction(
-    spec: Spec,
-    schedule: LossForwardSchedule,
-    row: Any,
-    x: Ref,
-    teacher: Ref,
-    gather: Callable[..., list[jax.Array]],
-) -> Callable[[], list[jax.Array]]:
+def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Array]]:
     """Start the loads of a row. Return a function that returns its divergence and statistics.
 
-    The statistics are m and log(s) of the student, and then of the teacher. `gather` collects the
-    sums of all warps that share the row.
+    The statistics are m and log(s) of the student, and then of the teacher.
     """
-    pair, steps = _Pair.of(spec), Steps(units_of(spec), schedule, row)
+    spec, steps = row.spec, row.steps()
+    pair = _Pair.of(spec)
     refs = (x, teacher) if spec.loss.reverse else (teacher, x)
 
     def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
         """Return the elements of P's row and of Q's row."""
-        return [load_units(units, ref, row) for ref in refs]
+        return [load_units(units, ref, row.index) for ref in refs]
 
     first = read(steps.first())
 
@@ -297,7 +250,7 @@ def _reduction(
         lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
         nothing = _Sums(lowest, lowest, zero, zero, zero, zero)
         sums = steps.reduce(read, functools.partial(_add, pair=pair), nothing, first)
-        return _finish(_merge(_Sums(*gather(*_of_warps(sums, pair))), pair), spec)
+        return _finish(_merge(_Sums(*row.gather(*_of_warps(sums, pair))), pair), spec)
 
     return reduce
 
@@ -414,7 +367,7 @@ def kl_divergence_bwd(
         [residuals.saved, residuals.teacher_logits],
         None,
         numbers,
-        functools.partial(_gradient, spec),
+        _gradient,
     )
 
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, present
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     Ref,
@@ -181,13 +181,28 @@ def where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
     return value if mask is None else jnp.where(mask, value, other)
 
 
-class RowGather(NamedTuple):
-    """The exchange of sums between all warps that share a row."""
+@dataclasses.dataclass(frozen=True)
+class LossRow:
+    """The row that a block processes, alone or with the other blocks of its cluster.
 
+    Attributes:
+      spec, schedule: the call's spec and schedule.
+      index: index of the row.
+      exchange: the exchange of sums between all warps that share the row.
+      scratch: the shared memory and barriers of the exchange.
+    """
+
+    spec: Spec
+    schedule: LossForwardSchedule
+    index: Any
     exchange: Gather
     scratch: Sequence[Any]
 
-    def __call__(self, *sums: jax.Array) -> list[jax.Array]:
+    def steps(self, *, padded: bool = False) -> Steps:
+        """Return the steps of this warpgroup. If `padded`, they contain the columns of padding."""
+        return Steps(units_of(self.spec, padded=padded), self.schedule, self.index)
+
+    def gather(self, *sums: jax.Array) -> list[jax.Array]:
         """Return the sums of all warps; see `Gather`."""
         self.exchange.ready()
         return self.exchange(self.scratch, *sums)
@@ -205,8 +220,8 @@ class RowGather(NamedTuple):
 def launch_forward(
     spec: Spec,
     schedule: LossForwardSchedule,
-    arrays: Sequence[jax.Array],
-    compute: Callable[..., None],
+    operands: Sequence[jax.Array | None],
+    compute: Callable[[LossRow, Sequence[Ref], Sequence[Ref]], None],
     *,
     results: int,
     sums: int,
@@ -216,14 +231,15 @@ def launch_forward(
     If the backward pass is part of the kernel, the gradient of x precedes these arrays.
 
     Args:
-      arrays: the operands. The first one is x.
-      compute: ``compute(row, operand_refs, result_refs, gather)`` processes the row with index
-        `row`. `operand_refs` is a list with a ref for each of `arrays`. `result_refs` is a list
-        with a ref for each returned array. `gather` is a `RowGather`. `compute` must call either
-        ``gather(...)`` or ``gather.skip()``, and only once.
+      operands: the operands; None stands for an absent operand. The first one is x.
+      compute: ``compute(row, operand_refs, result_refs)`` processes a `LossRow`. `operand_refs` is
+        a list with a ref for each operand that is present. `result_refs` is a list with a ref for
+        each returned array. `compute` must call either ``row.gather(...)`` or ``row.skip()``, and
+        only once.
       results: the number of returned arrays that have one float32 number per row.
-      sums: the number of sums that each warp contributes to `gather`.
+      sums: the number of sums that each warp contributes to ``row.gather``.
     """
+    arrays = present(*operands)
     gather = Gather(schedule.warpgroups, schedule.cluster, values=sums)
     scratch_types = gather.scratch()
     outputs: list[tuple[tuple[int, ...], np.dtype]] = [((spec.rows,), _F32)] * results
@@ -237,9 +253,9 @@ def launch_forward(
         result_refs = refs[len(arrays) : last]
         if len(result_refs) < results + spec.returns_both:  # The gradient overwrites x.
             result_refs = (operand_refs[0], *result_refs)
-        row = lax.axis_index(BLOCK)
+        row = LossRow(spec, schedule, lax.axis_index(BLOCK), gather, scratch)
         gather.open(scratch)
-        compute(row, operand_refs, result_refs, RowGather(gather, scratch))
+        compute(row, operand_refs, result_refs)
 
     return launch(
         body,
@@ -363,6 +379,7 @@ def launch_backward(
         range of columns (see `Unit`). The function is not called for masked rows. It is called with
         positional arguments, in this order:
 
+        * the call's spec;
         * the elements of x in this unit, in float32;
         * the elements of the teacher's logits in this unit, in float32, only for a divergence;
         * the `Unit`;
@@ -372,7 +389,7 @@ def launch_backward(
     """
     of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
-    arrays = [*logits, *([] if labels is None else [labels]), *numbers]
+    arrays = present(*logits, labels, *numbers)
 
     def body(*refs: Ref) -> None:
         operand_refs, (dx,) = refs[: len(arrays)], refs[len(arrays) :] or refs[:1]
@@ -388,7 +405,7 @@ def launch_backward(
             label = None if labels is None else read_label(others[0], row)
             values = [load(ref.at[row], None) for ref in others[labels is not None :]]
             has_entry = values[1] != -jnp.inf
-            store_gradient(of_block, raw, dx, row, label, values, gradient, has_entry)
+            store_gradient(spec, of_block, raw, dx, row, label, values, gradient, has_entry)
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
         if of_rows.has_edges:
@@ -406,6 +423,7 @@ def launch_backward(
 
 
 def store_gradient(
+    spec: Spec,
     units: Sequence[Unit],
     raw: Sequence[Sequence[jax.Array]],
     dx: Ref,
@@ -433,7 +451,7 @@ def store_gradient(
         of_units = [[Label(label, unit.has(label))] for unit in units]
     for unit, of_label, *elements in zip(units, of_units, *raw):
         wide = [widen(value, layout) for value in elements]
-        of_unit = functools.partial(gradient, *wide, unit, columns, *of_label, numbers)
+        of_unit = functools.partial(gradient, spec, *wide, unit, columns, *of_label, numbers)
         unit.store(
             dx, row, of_unit() if has_entry is None else lax.cond(has_entry, of_unit, lambda: zero)
         )

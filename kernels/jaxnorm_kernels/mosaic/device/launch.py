@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
+from jax import lax
 
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.mosaic.device import mgpu
@@ -109,6 +110,19 @@ def launch(
         refs = [jax.new_ref(operand) for operand in operands[:overwritten]]
         results = kernel(*refs, *operands[overwritten:])
         return (*[jax.freeze(ref) for ref in refs], *results)
+
+
+def present[T](*values: T | None) -> list[T]:
+    """Return the values that are not None, such as the operands that a call has."""
+    return [value for value in values if value is not None]
+
+
+def warpgroup_index(warpgroups: int, cluster: int) -> Any:
+    """Return the index of this warpgroup among all warpgroups of its cluster of blocks."""
+    index = lax.axis_index(WARPGROUP)
+    if cluster > 1:
+        index += lax.axis_index(CLUSTER) * warpgroups
+    return index
 
 
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:

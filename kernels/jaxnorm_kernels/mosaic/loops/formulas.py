@@ -1,63 +1,29 @@
-"""The interface between backward kernels and the formulas that they compute.
+"""The interface between backward kernels and the formulas that they compute, and their launch.
 
 A backward kernel loops over rows. It depends on the number and dtypes of its operands and results,
 but not on their meaning. The meaning is in a `Formula`, which computes one row.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxnorm_kernels.mosaic.device.launch import split
+from jaxnorm_kernels.mosaic.device.launch import launch, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 
 Arrays = Sequence[jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class RowOperands:
-    """The operands of a backward kernel.
-
-    Attributes:
-      rows: arrays ``(rows, cols)`` such as y and dy, each in its own dtype.
-      stats: float32 arrays ``(rows,)`` with a statistic per row, such as the reciprocal standard
-        deviation.
-      params: parameters such as a norm's scale. Their shape is ``(cols,)``, or ``(groups, cols)``
-        if each group of rows has its own parameters.
-      groups: number of groups. A group consists of ``rows / groups`` consecutive rows, and has its
-        own column sums, such as the gradient of its scale.
-    """
-
-    rows: Arrays
-    stats: Arrays = ()
-    params: Arrays = ()
-    groups: int = 1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of each array in `rows`: (number of rows, number of columns)."""
-        rows, cols = self.rows[0].shape
-        return rows, cols
-
-    @property
-    def arrays(self) -> list[jax.Array]:
-        """A list of all operands: those in `rows`, then in `stats`, then in `params`."""
-        return [*self.rows, *self.stats, *self.params]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The number of arrays in `rows`, in `stats` and in `params`."""
-        return len(self.rows), len(self.stats), len(self.params)
 
 
 class BackwardRefs(NamedTuple):
     """The refs that a backward kernel's body gets: operands, results and scratch memory.
 
     Attributes:
-      rows, stats, params: operands, as in `RowOperands`.
+      rows, stats, params: operands, as in `BackwardCall`.
       results: results with a value per element, ``(rows, cols)``, such as dx.
       partials: an array ``(blocks, cols)`` for each column sum, such as the gradient of a scale.
         Each block stores the sums over its own rows of x in one row, and XLA adds these rows.
@@ -71,16 +37,63 @@ class BackwardRefs(NamedTuple):
     partials: Sequence[Ref]
     scratch: Sequence[Any]
 
-    @classmethod
-    def of(
-        cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
-    ) -> "BackwardRefs":
-        """Split `refs`, all arguments of a kernel's body, into the attributes of this class.
 
-        `sizes` is `RowOperands.sizes`. The numbers `results` and `partials` say how many refs
-        belong to the attribute of the same name.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("rows", "stats", "params"),
+    meta_fields=("groups", "blocks", "results", "name"),
+)
+@dataclasses.dataclass(frozen=True)
+class BackwardCall:
+    """A call of a backward kernel in which each block processes many rows.
+
+    Attributes:
+      rows: arrays ``(rows, cols)`` such as y and dy, each in its own dtype.
+      stats: float32 arrays ``(rows,)`` with a statistic per row, such as the reciprocal standard
+        deviation.
+      params: parameters such as a norm's scale. Their shape is ``(cols,)``, or ``(groups, cols)``
+        if each group of rows has its own parameters.
+      groups: number of groups. A group consists of ``rows / groups`` consecutive rows, and has its
+        own column sums, such as the gradient of its scale.
+      blocks: number of blocks, or of clusters, for each group of rows.
+      results: dtypes of the results per element.
+      name: the kernel's name.
+    """
+
+    rows: Arrays
+    stats: Arrays
+    params: Arrays
+    groups: int
+    blocks: int
+    results: Sequence[np.dtype]
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of each array in `rows`: (number of rows, number of columns)."""
+        rows, cols = self.rows[0].shape
+        return rows, cols
+
+    def launch(
+        self, body: Callable[[BackwardRefs], None], *, column_sums: int, **sizes: Any
+    ) -> tuple[jax.Array, ...]:
+        """Launch the kernel with this body. `sizes` are further arguments of the function `launch`.
+
+        Returns the results per element, followed by the column sums. Each column sum is returned as
+        a float32 array with one row of partial sums per block, which the caller must add. The body
+        must not refer to traced arrays, because JAX caches the traced body.
         """
-        return cls(*split(refs, *sizes, results, partials))
+        counts = [len(arrays) for arrays in (self.rows, self.stats, self.params, self.results)]
+        blocks = self.groups * self.blocks
+        sums = ((blocks, self.shape[1]), np.dtype(np.float32))
+        return launch(
+            lambda *refs: body(BackwardRefs(*split(refs, *counts, column_sums))),
+            [*self.rows, *self.stats, *self.params],
+            name=self.name,
+            outputs=[*((self.shape, dtype) for dtype in self.results), *[sums] * column_sums],
+            blocks=blocks,
+            **sizes,
+        )
 
 
 class Formula(Protocol):

@@ -1,4 +1,4 @@
-"""Backward passes of softmax, in which rows stay in registers.
+"""Backward passes of softmax, in which rows stay in registers: the schedule, and sums over rows.
 
 All inputs of a row are loaded at once, in the same tiles as in the forward pass. A block processes
 one tile of rows and ends. A block that computes the gradient of a bias processes several tiles
@@ -7,7 +7,7 @@ one tile of rows and ends. A block that computes the gradient of a bias processe
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,11 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, split
+from jaxnorm_kernels.mosaic.device.launch import BLOCK
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref
-from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
-from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
-from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Shared
@@ -106,14 +103,9 @@ class BiasSums:
         return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
 
 
-#: A function that loads the rows of a block, in float32. It returns a list with an entry for each
-#: fragment (range of columns). An entry has one array per row operand of the formula.
-Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
-
-
 @dataclasses.dataclass(frozen=True)
 class InRegisters:
-    """Schedule of `in_registers_backward`.
+    """Schedule of the backward pass of softmax.
 
     Attributes:
       vector: number of neighbouring elements that one thread loads and stores at once.
@@ -147,85 +139,3 @@ class InRegisters:
         if self.threads == WARPGROUP_THREADS and self.rows == 1:
             return WarpgroupRow(cols, vector, **apart)
         return RowTile(cols, vector, self.threads, self.rows, **apart)
-
-
-def in_registers_backward(
-    formula: Formula,
-    operands: Arrays,
-    read: Read,
-    tile: Tile,
-    *,
-    rows: int,
-    results: Sequence[np.dtype],
-    name: str,
-    row_values: int = 0,
-    sums: BiasSums | None = None,
-) -> tuple[jax.Array, ...]:
-    """Run a backward kernel whose formula uses neither parameters nor statistics.
-
-    Returns a tuple of arrays: first the results per element, then `row_values` arrays with row
-    sums. If `sums` is given, there is one more array at the end, with the column sums of the
-    blocks.
-
-    Args:
-      formula: the equations of the backward pass.
-      operands: arrays ``(rows, cols)``.
-      read: a function that loads the formula's row operands (see `Read`).
-      tile: how a block distributes its rows over threads.
-      rows: number of rows.
-      results: dtypes of the results per element.
-      name: the kernel's name.
-      row_values: number of row sums that the kernel also stores, as float32 arrays ``(rows,)``.
-      sums: how blocks compute the formula's column sum, or None if the formula has no column sum.
-    """
-    exchange = RowSums(tile.warpgroups, tile.cluster, formula.row_sums, in_lanes=True)
-    is_split = isinstance(tile, SplitRow)
-
-    def body(placed: Tile, refs: ForwardRefs) -> None:
-        sum_refs, scratch = split(refs.scratch, int(sums is not None))
-
-        def step(row: Any, k: Any = 0) -> Fragments:
-            """Process a tile of rows: store its results, and return the terms of the column sum.
-
-            `row` is the index of the tile's row in the array, or a slice if the tile has several
-            rows. `k` is the number of tiles that the block has processed before this tile.
-            """
-            elements = read(placed, row, refs.operands)
-            terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
-            totals = [placed.sum(term) for term in zip(*terms)]
-            if is_split:
-                if sums is None:
-                    exchange.ready()
-                exchange.publish(scratch, totals, k)
-                totals = exchange.collect(scratch, k)
-            finished = []
-            for v in elements:
-                broadcast = [placed.broadcast(total, v[0]) for total in totals]
-                finished.append(formula.finish(v, (), (), broadcast))
-            for ref, values in zip(refs.results, zip(*(results for results, _ in finished))):
-                placed.store(ref, row, values)
-            if refs.stats:
-                store_stats(refs.stats, row, totals)
-            return [term for _, of_fragment in finished for term in of_fragment]
-
-        exchange.open(scratch)
-        if sums is None:
-            step(placed.row_index(rows))
-            return
-        if is_split:
-            exchange.ready()
-        sums.run(sum_refs[0], step)
-
-    of_rows, others = run(
-        body,
-        tile,
-        rows,
-        operands=operands,
-        results=results,
-        stats=row_values,
-        others=[] if sums is None else [sums.output],
-        scratch=exchange.scratch() if is_split else [],
-        blocks=None if sums is None else sums.blocks,
-        name=name,
-    )
-    return (*of_rows, *others)

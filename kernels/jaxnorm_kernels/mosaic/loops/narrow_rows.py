@@ -20,13 +20,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import (
     BLOCK,
     in_plain_order,
-    launch,
     split,
     warpgroup_barrier,
 )
@@ -42,9 +40,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
     Arrays,
+    BackwardCall,
     BackwardRefs,
     Formula,
-    RowOperands,
     prepare,
 )
 from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
@@ -181,43 +179,31 @@ def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
 
 def narrow_rows_backward(
     start: Callable[[BackwardRefs, Share], TileWork],
-    operands: RowOperands,
+    call: BackwardCall,
     *,
     tile: RowTile | HeadTile,
     rows: int,
     stages: int,
     column_sums: int,
-    blocks: int,
-    results: Sequence[np.dtype],
-    name: str,
 ) -> tuple[jax.Array, ...]:
-    """Run a pipelined kernel over narrow rows.
-
-    Returns the results per element, followed by the column sums. Each column sum is returned as a
-    float32 array with one row of partial sums per block, which the caller must add.
+    """Run a pipelined kernel over narrow rows, and return the results of `BackwardCall.launch`.
 
     Args:
       start: a function that returns the `TileWork` of a block. It may also load data, such as
         parameters. It is called after the block has started its first copies, so that these loads
         run at the same time as the copies.
-      operands: the arrays.
+      call: the operands, and what else describes the call.
       tile: how a warpgroup distributes rows over its threads.
       rows: number of rows per stage.
       stages: number of stages.
       column_sums: number of column sums.
-      blocks: number of blocks for each group of rows.
-      results: dtypes of the results per element.
-      name: the kernel's name.
     """
-    (all_rows, cols), groups = operands.shape, operands.groups
+    (all_rows, cols), groups, blocks = call.shape, call.groups, call.blocks
     if rows % tile.rows or all_rows // groups < rows:
         raise ValueError(f"{tile} needs stages of k * {tile.rows} rows, not {rows}")
-    # JAX caches the traced body, so the body must not refer to traced arrays.
-    sizes = operands.sizes
     widths = tile.widths if column_sums else []
 
-    def body(*arguments: Ref) -> None:
-        refs = BackwardRefs.of(arguments, sizes, len(results), column_sums)
+    def body(refs: BackwardRefs) -> None:
         held, shared, (full,) = split(refs.scratch, len(refs.rows), len(widths))
         in_plain_order(*held, *shared)
         block = lax.axis_index(BLOCK)
@@ -232,19 +218,13 @@ def narrow_rows_backward(
         work, tops = start(refs, share), range(0, rows, tile.rows)
         _NarrowRowsKernel(work, tile, tops, refs, ring, held, share, shared).run(block)
 
-    return launch(
+    return call.launch(
         body,
-        operands.arrays,
-        name=name,
-        outputs=[
-            *[((all_rows, cols), dtype) for dtype in results],
-            *[((groups * blocks, cols), np.dtype(np.float32))] * column_sums,
-        ],
-        blocks=groups * blocks,
+        column_sums=column_sums,
         scratch=[
-            *[plgpu.SMEM((stages, rows, cols), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, rows, cols), v.dtype) for v in call.rows],
             *[plgpu.SMEM((tile.rows, width), jnp.float32) for width in widths],
-            plgpu.Barrier(num_arrivals=len(operands.rows), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=len(call.rows), num_barriers=stages),
         ],
     )
 
@@ -279,16 +259,10 @@ class PipelinedNarrowRows:
 
 
 def pipelined_narrow_rows_backward(
-    formula: Formula,
-    operands: RowOperands,
-    *,
-    schedule: PipelinedNarrowRows,
-    blocks: int,
-    results: Sequence[np.dtype],
-    name: str,
+    formula: Formula, call: BackwardCall, schedule: PipelinedNarrowRows
 ) -> tuple[jax.Array, ...]:
     """Run `narrow_rows_backward` with the computation of a formula, and return its results."""
-    tile = schedule.tile(operands.shape[1])
+    tile = schedule.tile(call.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], at: RowIndex) -> list[list[jax.Array]]:
@@ -336,12 +310,9 @@ def pipelined_narrow_rows_backward(
 
     return narrow_rows_backward(
         start,
-        operands,
+        call,
         tile=tile,
         rows=schedule.rows,
         stages=schedule.stages,
         column_sums=formula.column_sums,
-        blocks=blocks,
-        results=results,
-        name=name,
     )

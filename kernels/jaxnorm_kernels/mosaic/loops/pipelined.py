@@ -24,14 +24,12 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import (
     BLOCK,
     CLUSTER,
     WARPGROUP,
-    launch,
     release_used,
     split,
 )
@@ -48,9 +46,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
     Arrays,
+    BackwardCall,
     BackwardRefs,
     Formula,
-    RowOperands,
     prepare,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
@@ -358,30 +356,16 @@ class _PipelinedKernel:
 
 
 def pipelined_backward(
-    formula: Formula,
-    operands: RowOperands,
-    *,
-    schedule: PipelinedRows,
-    blocks: int,
-    results: Sequence[np.dtype],
-    name: str,
+    formula: Formula, call: BackwardCall, ring: PipelinedRows
 ) -> tuple[jax.Array, ...]:
-    """Run a pipelined kernel with a formula.
-
-    Returns the results per element, followed by the column sums. Each column sum is returned as a
-    float32 array with one row of partial sums per block, which the caller must add. `blocks` is the
-    number of blocks (or of clusters, if `schedule.cluster` is above 1) for each group of rows.
-    """
-    ring, (rows, cols), groups = schedule, operands.shape, operands.groups
+    """Run a pipelined kernel with a formula, and return the results of `BackwardCall.launch`."""
+    (rows, cols), groups, blocks = call.shape, call.groups, call.blocks
     if ring.stages < 2 or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
     sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
     whole = ring.cluster * ring.warpgroups == 1
-    # JAX caches the traced body, so the body must not refer to traced arrays.
-    sizes = operands.sizes
 
-    def body(*arguments: Ref) -> None:
-        refs = BackwardRefs.of(arguments, sizes, len(results), formula.column_sums)
+    def body(refs: BackwardRefs) -> None:
         held, (full, *exchanged) = split(refs.scratch, len(refs.rows))
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
@@ -425,21 +409,15 @@ def pipelined_backward(
     part = ring.partition(cols)
     width = cols if whole else part.width
     # number of copies that fill a stage
-    copies = len(operands.rows) * (1 if whole else ring.rows * len(part.fragments()))
+    copies = len(call.rows) * (1 if whole else ring.rows * len(part.fragments()))
     stages = ring.warpgroups * ring.stages
-    return launch(
+    return call.launch(
         body,
-        operands.arrays,
-        name=name,
-        outputs=[
-            *[((rows, cols), dtype) for dtype in results],
-            *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
-        ],
-        blocks=groups * blocks,
+        column_sums=formula.column_sums,
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            *[plgpu.SMEM((stages, ring.rows, width), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, ring.rows, width), v.dtype) for v in call.rows],
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],

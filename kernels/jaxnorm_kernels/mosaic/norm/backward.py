@@ -16,6 +16,10 @@ dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y
 finite number (`Spec.y_limit`). If the row that is normalised is also used elsewhere, it has a
 second cotangent, dh. The kernel adds dh to dx before dx is rounded. Each block sums dscale and
 dbias over its own rows. The sums of the blocks are added outside the kernel, in a fixed order.
+
+`Implementation.backward` describes the arguments and the results of the functions that run a
+backward pass. The argument `schedule` replaces the default schedule. Statistics are float32. All
+other arrays are 16-bit or 32-bit floats.
 """
 
 import dataclasses
@@ -30,8 +34,8 @@ import numpy as np
 from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.gradients import two_norms_bwd as composed_two_norms_bwd
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, RowOperands
+from jaxnorm_kernels.mosaic.device.launch import present, required
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, BackwardCall, Formula
 from jaxnorm_kernels.mosaic.loops.narrow_rows import (
     PipelinedNarrowRows,
     pipelined_narrow_rows_backward,
@@ -44,7 +48,11 @@ from jaxnorm_kernels.mosaic.norm.elementwise import (
     reciprocal,
     within_limit,
 )
-from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
+from jaxnorm_kernels.mosaic.schedules.norm_backward import (
+    NormSchedule,
+    norm_schedule,
+    persistent_blocks,
+)
 from jaxnorm_kernels.specs import Spec
 
 
@@ -151,28 +159,15 @@ _KERNELS = {PipelinedRows: pipelined_backward, PipelinedNarrowRows: pipelined_na
 
 
 def norm_bwd(
-    residuals: Residuals,
-    cotangents: Results,
-    spec: Spec,
-    *,
-    schedule: schedules.NormSchedule | None = None,
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: NormSchedule | None = None
 ) -> Operands:
     """Compute the backward pass of a norm of x, or of h = x + residual.
-
-    See `Implementation.backward` for arguments and results.
 
     With h = x + residual, x and the operand `residual` have the same gradient. They may differ in
     dtype. If `residual` is float32, the kernel stores the gradient twice: in float32 for
     `residual`, and in x's dtype as dx. If `residual` has 16 bits, the kernel stores only the
     gradient of `residual`, and dx is converted from it. XLA fuses this conversion with the
     operations that follow.
-
-    Args:
-      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
-        arrays are 16-bit or 32-bit floats.
-      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
-      spec: the call's spec.
-      schedule: replaces the default schedule.
     """
     x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
     if spec.op != "norm" and dtypes[0] != np.float32:
@@ -198,7 +193,7 @@ def _run(
     params: Sequence[jax.Array | None],
     results: Sequence[np.dtype],
     spec: Spec,
-    schedule: schedules.NormSchedule | None,
+    schedule: NormSchedule | None,
     names: Sequence[str] = ("scale", "bias"),
     op: str | None = None,
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
@@ -210,47 +205,31 @@ def _run(
     Returns two values. The first is a list of arrays of x's shape, such as dx, with the dtypes in
     `results`. The second is a dict that maps the name of each parameter to its gradient.
     """
-    schedule = required(schedule or schedules.norm_schedule(spec), spec)
-    outputs = _kernel(
-        formula,
-        schedule,
-        schedules.persistent_blocks(spec, schedule),
-        spec.groups,
-        tuple(results),
-        f"jaxnorm_{op or spec.op}_bwd",
-        *[[a for a in arrays if a is not None] for arrays in (rows, residuals.stats, params)],
+    schedule = required(schedule or norm_schedule(spec), spec)
+    call = BackwardCall(
+        present(*rows),
+        residuals.stats,
+        present(*params),
+        groups=spec.groups,
+        blocks=persistent_blocks(spec, schedule),
+        results=tuple(results),
+        name=f"jaxnorm_{op or spec.op}_bwd",
     )
+    outputs = _kernel(formula, call, schedule)
     dtypes = [spec.dtype(name) for name in names]
     groups = [getattr(spec.norm, f"{name}_groups", spec.groups) for name in names]
     gradients = add_partials(outputs[len(results) :], dtypes, groups)
     return outputs[: len(results)], dict(zip(names, gradients))
 
 
-@functools.partial(jax.jit, static_argnums=range(6))
-def _kernel(
-    formula: Formula,
-    schedule: schedules.NormSchedule,
-    blocks: int,
-    groups: int,
-    results: tuple[np.dtype, ...],
-    name: str,
-    rows: Arrays,
-    stats: Arrays,
-    params: Arrays,
-) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames=("formula", "schedule"))
+def _kernel(formula: Formula, call: BackwardCall, schedule: NormSchedule) -> tuple[jax.Array, ...]:
     """Run the kernel of a formula, inside `jax.jit`.
 
     Because of `jax.jit`, a program lowers equal kernels only once, even if they belong to different
     operations. For example, `norm` with an extra cotangent and `add_norm` have the same kernel.
     """
-    return _KERNELS[type(schedule)](
-        formula,
-        RowOperands(rows, stats, params, groups),
-        schedule=schedule,
-        blocks=blocks,
-        results=results,
-        name=name,
-    )
+    return _KERNELS[type(schedule)](formula, call, schedule)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -323,21 +302,9 @@ class GatedFormula:
 
 
 def norm_gated_bwd(
-    residuals: Residuals,
-    cotangents: Results,
-    spec: Spec,
-    *,
-    schedule: schedules.NormSchedule | None = None,
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: NormSchedule | None = None
 ) -> Operands:
-    """Compute the backward pass of RMSNorm with a gate; see `Implementation.backward`.
-
-    Args:
-      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
-        arrays are 16-bit or 32-bit floats.
-      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
-      spec: the call's spec.
-      schedule: replaces the default schedule.
-    """
+    """Compute the backward pass of RMSNorm with a gate."""
     assert spec.norm.gate_dtype is not None
     (dx, dgate), gradients = _run(
         GatedFormula(spec),
@@ -399,23 +366,9 @@ class ScaledSumFormula:
 
 
 def scaled_sum_bwd(
-    residuals: Residuals,
-    cotangents: Results,
-    spec: Spec,
-    *,
-    schedule: schedules.NormSchedule | None = None,
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: NormSchedule | None = None
 ) -> Operands:
-    """Compute the backward pass of a norm of h = residual + branch_scale * x.
-
-    See `Implementation.backward` for arguments and results.
-
-    Args:
-      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
-        arrays are 16-bit or 32-bit floats.
-      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
-      spec: the call's spec.
-      schedule: replaces the default schedule.
-    """
+    """Compute the backward pass of a norm of h = residual + branch_scale * x."""
     bias = residuals.bias if spec.norm.saved == "output" else None
     (dx, dresidual), gradients = _run(
         ScaledSumFormula(NormFormula(spec.last)),
@@ -466,7 +419,7 @@ class TwoNormsFormula:
 
     @property
     def row_sums(self) -> int:
-        return 3 + ("h" in self.spec.outputs)
+        return self.summed
 
     @property
     def column_sums(self) -> int:
@@ -542,22 +495,10 @@ class TwoNormsFormula:
 
 
 def two_norms_bwd(
-    residuals: Residuals,
-    cotangents: Results,
-    spec: Spec,
-    *,
-    schedule: PipelinedRows | PipelinedNarrowRows | None = None,
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: NormSchedule | None = None
 ) -> Operands:
-    """Compute the backward pass of `norm_add_norm`, in two kernels if rows are too long for one.
-
-    Args:
-      residuals: the arrays that the forward pass saved. Saved statistics are float32. All other
-        arrays are 16-bit or 32-bit floats.
-      cotangents: the cotangents of the results, arrays of 16-bit or 32-bit floats.
-      spec: the call's spec.
-      schedule: replaces the default schedule.
-    """
-    schedule = schedule or schedules.norm_schedule(spec)
+    """Compute the backward pass of `norm_add_norm`, in two kernels if rows are too long for one."""
+    schedule = schedule or norm_schedule(spec)
     if schedule is None:
         return composed_two_norms_bwd(norm_bwd, residuals, cotangents, spec)
     (dx, dresidual), gradients = _run(

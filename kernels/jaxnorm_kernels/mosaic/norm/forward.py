@@ -39,7 +39,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.device.launch import required, split
+from jaxnorm_kernels.mosaic.device.launch import present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run, store_stats
@@ -66,8 +66,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None
         functools.partial(_in_registers, spec, schedule.params_first),
         schedule.rows_of(spec),
         spec.rows,
-        operands=_present(operands.x, operands.residual, operands.gate),
-        params=_present(operands.scale, operands.bias, operands.next_scale, operands.branch_scale),
+        operands=present(operands.x, operands.residual, operands.gate),
+        params=present(operands.scale, operands.bias, operands.next_scale, operands.branch_scale),
         results=[y_dtype, _residual_dtype(spec)] if "h" in spec.outputs else [y_dtype],
         stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.has_stats else 0,
         exchanged=3,
@@ -110,7 +110,7 @@ class _Params:
     def of(cls, tile: Tile, spec: Spec, refs: Sequence[Ref]) -> "_Params":
         norms = [*spec.norms, *[None] * (spec.norm.branch_scale_dtype is not None)]
         counts = [
-            1 if n is None else len(_present(n.norm.scale_dtype, n.norm.bias_dtype)) for n in norms
+            1 if n is None else len(present(n.norm.scale_dtype, n.norm.bias_dtype)) for n in norms
         ]
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
@@ -184,7 +184,7 @@ class _Row:
         """Normalise the values that ``read()`` returns, with norm number `k` of the call."""
         spec, tile = self.spec.norms[k], self.tile
         rstd, mean = _row_statistics(tile, read, self.scratch, spec, self.loaded.step, k)
-        self.stats.extend(_present(rstd, mean)[: 1 + spec.returns_mean])
+        self.stats.extend(present(rstd, mean)[: 1 + spec.returns_mean])
         return [
             norm_output(v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), columns, spec)
             for v, columns in zip(read(), self.columns(k))
@@ -347,10 +347,6 @@ def _merge(
         part_mean, part_square, size = gather(mean, square, size)
     mean = jnp.sum(size * part_mean) / spec.cols
     return mean, jnp.sum(part_square + size * jnp.square(part_mean - mean))
-
-
-def _present[T](*values: T | None) -> list[T]:
-    return [v for v in values if v is not None]
 
 
 def _broadcast(tile: Tile, stat: Stat | None, like: jax.Array) -> jax.Array | None:

@@ -13,9 +13,9 @@ from jax import lax
 
 from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
-from jaxnorm_kernels.mosaic.loops.formulas import BackwardRefs, RowOperands
+from jaxnorm_kernels.mosaic.loops.formulas import BackwardCall, BackwardRefs
 from jaxnorm_kernels.mosaic.loops.narrow_rows import RowIndex, TileWork, narrow_rows_backward
 from jaxnorm_kernels.mosaic.loops.pipelined import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
@@ -41,8 +41,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
     tile, shared = schedule.tile(spec), spec.norm.table_rows
     assert shared is not None
     layouts = tile.row_layouts
-    params = [a for a in (operands.scale,) if a is not None]
-    arrays = [operands.x, operands.cos, operands.sin, *params]
+    arrays = present(operands.x, operands.cos, operands.sin, operands.scale)
     # JAX caches the traced body, so the body must not refer to traced arrays.
     count = len(arrays)
 
@@ -156,7 +155,7 @@ def norm_rope_bwd(
     """Run the backward pass of RMSNorm with a rotation; see `Implementation.backward`."""
     schedule = required(schedule or heads.backward(spec), spec)
     tile = schedule.tile(spec)
-    scale = [a for a in (residuals.scale,) if a is not None]
+    params = present(residuals.cos, residuals.sin, residuals.scale)
 
     def start(refs: BackwardRefs, share: Share) -> TileWork:
         cos, sin, *scale = refs.params
@@ -165,17 +164,21 @@ def norm_rope_bwd(
         rows = _RotatedRows(spec, tile, *refs.stats, (cos, sin), gains)
         return TileWork(rows.finish, early=rows.load)
 
-    tables = [residuals.cos, residuals.sin]
     dx, *partials = narrow_rows_backward(
         start,
-        RowOperands([residuals.saved, cotangents.y], residuals.stats, [*tables, *scale]),
+        BackwardCall(
+            [residuals.saved, cotangents.y],
+            residuals.stats,
+            params,
+            groups=1,
+            blocks=persistent_blocks(spec, schedule),
+            results=[spec.x_dtype],
+            name="jaxnorm_rms_norm_rope_bwd",
+        ),
         tile=tile,
         rows=schedule.rows,
         stages=schedule.stages,
-        column_sums=len(scale),
-        blocks=persistent_blocks(spec, schedule),
-        results=[spec.x_dtype],
-        name="jaxnorm_rms_norm_rope_bwd",
+        column_sums=int(residuals.scale is not None),
     )
     (dscale,) = add_partials(partials, (spec.norm.scale_dtype,))
     return Operands(dx, scale=dscale)

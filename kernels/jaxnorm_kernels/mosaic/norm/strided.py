@@ -32,7 +32,7 @@ from jax import lax
 
 from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.device.launch import launch, required, split
+from jaxnorm_kernels.mosaic.device.launch import launch, present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
@@ -52,7 +52,7 @@ Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
     """Run the forward pass on an array ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
-    params = [param for param in (operands.scale, operands.bias) if param is not None]
+    params = present(operands.scale, operands.bias)
     # In a strip, G and r both have one value per inner element, which is the same for all columns.
     # So r * G is computed once per inner element.
     joins = spec.norm.scale_dtype is not None
@@ -96,9 +96,8 @@ def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> O
     The kernel sums the gradients of scale and bias over the middle axis. Then XLA sums them over
     the outer axis.
     """
-    rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
-    bias = residuals.bias if spec.reads_bias else None
-    params = [param for param in (residuals.scale, bias) if param is not None]
+    rows = present(residuals.saved, cotangents.y, cotangents.h)
+    params = present(residuals.scale, residuals.bias if spec.reads_bias else None)
     formula, strips = _StripFormula(spec.last), required(strip_schedule.strips_of(spec), spec)
     counts = len(residuals.stats), len(params), 1
 

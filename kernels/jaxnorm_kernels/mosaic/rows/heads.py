@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.layouts import (
-    WARPGROUP_THREADS,
     Layout,
     Ref,
     columns_layout,
@@ -269,8 +268,3 @@ def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> 
     """
     a, b, *rest = parts
     return [a * cos + b * sin, b * cos - a * sin, *rest]
-
-
-def rows_of_a_tile(threads: int) -> int:
-    """Return the minimum number of rows of a tile if `threads` threads share each row."""
-    return WARPGROUP_THREADS // threads

@@ -35,7 +35,13 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, in_plain_order
+from jaxnorm_kernels.mosaic.device.launch import (
+    BLOCK,
+    CLUSTER,
+    WARPGROUP,
+    in_plain_order,
+    warpgroup_index,
+)
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPS,
@@ -241,9 +247,7 @@ class Strip:
         index = lax.axis_index(BLOCK)
         fresh = lax.rem(index, strips.across) * strips.pitch
         start = jnp.minimum(fresh, strips.inner - strips.width)
-        part = lax.axis_index(WARPGROUP)
-        if strips.cluster > 1:
-            part += lax.axis_index(CLUSTER) * strips.warpgroups
+        part = warpgroup_index(strips.warpgroups, strips.cluster)
         outer = lax.div(index, strips.across)
         strip = cls(strips, outer, start, fresh, strips.partition(part), stages, full)
         for source, stage in zip(operands, stages):

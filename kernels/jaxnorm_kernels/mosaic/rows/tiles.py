@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, warpgroup_index
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -92,6 +92,24 @@ class Steps:
     finish: Callable[[LoadedRow, Any], None]
     params: Callable[[], Any] = lambda: None
     prepare: Callable[[Any], Any] = lambda loaded: loaded
+
+
+class _Reduction(NamedTuple):
+    """A reduction of the rows of a tile.
+
+    Attributes:
+      within: reduces an array along an axis.
+      pairwise: combines two arrays, element by element.
+      neutral: the number that does not change the result.
+    """
+
+    within: Callable[..., jax.Array]
+    pairwise: Callable[[jax.Array, jax.Array], jax.Array]
+    neutral: float
+
+
+_MAX = _Reduction(jnp.max, jnp.maximum, -jnp.inf)
+_SUM = _Reduction(jnp.sum, operator.add, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,11 +262,11 @@ class Tile:
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
         """Return the maximum of each row."""
-        return self._reduce(x, jnp.max, jnp.maximum, -jnp.inf)
+        return self._reduce(x, _MAX)
 
     def sum(self, x: Sequence[jax.Array]) -> Stat:
         """Return the sum of each row."""
-        return self._reduce(x, jnp.sum, operator.add, 0)
+        return self._reduce(x, _SUM)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """Broadcast one value per row to the shape of `like`.
@@ -277,17 +295,11 @@ class Tile:
         """Compute the result of `columns`, without looking for a precomputed array."""
         return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
-    def _reduce(
-        self,
-        x: Sequence[jax.Array],
-        within: Callable[..., jax.Array],
-        pairwise: Callable[[jax.Array, jax.Array], jax.Array],
-        neutral: float,
-    ) -> Stat:
-        fresh = self._skip_stale(x, neutral)
+    def _reduce(self, x: Sequence[jax.Array], by: _Reduction) -> Stat:
+        fresh = self._skip_stale(x, by.neutral)
         if self.apart:
-            fresh = _folded(fresh, pairwise)
-        return functools.reduce(pairwise, [within(v, axis=-1) for v in fresh])
+            fresh = _folded(fresh, by)
+        return functools.reduce(by.pairwise, [by.within(v, axis=-1) for v in fresh])
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
         return [
@@ -382,36 +394,24 @@ class WarpgroupRow(Tile):
     def shape(self, width: int) -> tuple[int, ...]:
         return (width,)
 
-    def _reduce(
-        self,
-        x: Sequence[jax.Array],
-        within: Callable[..., jax.Array],
-        pairwise: Callable[[jax.Array, jax.Array], jax.Array],
-        neutral: float,
-    ) -> Stat:
+    def _reduce(self, x: Sequence[jax.Array], by: _Reduction) -> Stat:
         # A reduction over the warpgroup needs barriers. So combine all units of the row into one
         # unit first, element by element, and then reduce this unit once.
-        if len(x) == 1:
-            return within(x[0])
-        if self.apart:
-            folded = _folded(self._skip_stale(x, neutral), pairwise)
-            return functools.reduce(pairwise, [within(v) for v in folded])
-        body, tail = self._skip_stale(x, neutral)
+        if len(x) == 1 or self.apart:
+            return super()._reduce(x, by)
+        body, tail = self._skip_stale(x, by.neutral)
         units = [body[start : start + self.unit] for start in range(0, body.size, self.unit)]
-        return within(functools.reduce(pairwise, [*units, tail]))
+        return by.within(functools.reduce(by.pairwise, [*units, tail]))
 
 
-def _folded(
-    units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
-) -> list[jax.Array]:
+def _folded(units: Sequence[jax.Array], by: _Reduction) -> list[jax.Array]:
     """Combine all arrays of the same shape into one array, element by element.
 
-    `pairwise` combines two arrays, for example by adding them. The result is a list with one array
-    for each shape: one for the complete units of a row, and another one for the row's tail if its
-    shape is different.
+    The result is a list with one array for each shape: one for the complete units of a row, and
+    another one for the row's tail if its shape is different.
     """
     shapes = dict.fromkeys(unit.shape for unit in units)
-    return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
+    return [functools.reduce(by.pairwise, [v for v in units if v.shape == s]) for s in shapes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,10 +454,7 @@ class SplitRow(Tile):
         self.exchange.ready()
 
     def _index(self) -> Any:
-        index = lax.axis_index(WARPGROUP)
-        if self.cluster > 1:
-            index += lax.axis_index(CLUSTER) * self.warpgroups
-        return index
+        return warpgroup_index(self.warpgroups, self.cluster)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
         return flat_index(shape, self.layout)

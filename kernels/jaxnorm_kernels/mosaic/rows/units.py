@@ -79,8 +79,8 @@ class Unit:
     def is_fresh(self) -> jax.Array | None:
         """Return a mask of the elements that are not stale, or None if no element is stale.
 
-        An element is stale if another unit contains it, too, and adds it to sums, or if it is
-        padding.
+        An element is stale if it is padding, or if another unit also contains it and counts it in
+        sums.
         """
         if self.fresh is None:
             return None

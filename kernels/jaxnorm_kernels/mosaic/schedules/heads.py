@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.gpu import RESERVED_BYTES, Gpu, kept
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
+from jaxnorm_kernels.mosaic.device.layouts import COPY_BYTES, VECTOR_BYTES, WARP, WARPGROUP_THREADS
+from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.specs import Spec
 
 # Maximum number of columns per thread. The backward pass needs six values for each column, so
@@ -47,8 +47,6 @@ _STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
 # row, and each thread would have twice as many columns. Then four blocks would not fit in an SM's
 # registers.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
-# The size of an asynchronous copy must be a multiple of this number of bytes.
-_COPY_BYTES = 16
 # Shared memory of a block for barriers and for Mosaic itself.
 _OTHER_SHARED_BYTES = 2 * 1024
 
@@ -96,7 +94,7 @@ def forward(spec: Spec) -> Heads | None:
     if held is None:
         return None
     vector, rest, threads = held
-    step = rows_of_a_tile(threads)
+    step = WARPGROUP_THREADS // threads
     of_thread = spec.cols // threads * spec.x_dtype.itemsize
     height = max(1, _TILE_BYTES // of_thread) * step
     height = min(height, spec.rows // step * step)
@@ -109,10 +107,10 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.x_dtype
     read = (saved, spec.y_dtype)
     held = _held(spec, (*read, spec.x_dtype), _BACKWARD_BYTES)
-    if held is None or any(spec.cols * dtype.itemsize % _COPY_BYTES for dtype in read):
+    if held is None or any(spec.cols * dtype.itemsize % COPY_BYTES for dtype in read):
         return None
     vector, rest, threads = held
-    height = rows_of_a_tile(threads)
+    height = WARPGROUP_THREADS // threads
     row_bytes = spec.cols * sum(dtype.itemsize for dtype in read)
     rows = max(1, _STAGE_BYTES // (height * row_bytes)) * height
     rows = min(rows, spec.rows // height * height)

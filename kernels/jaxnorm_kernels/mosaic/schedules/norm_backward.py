@@ -26,7 +26,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
-from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
+from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, param_sizes, row_vector
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.specs import Spec
 
@@ -213,14 +213,9 @@ def _registers(spec: Spec, width: int) -> int:
         held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
     held += spec.norm.branch_scale_dtype is not None
     # Two norms need about twice as many registers per column as one norm.
-    of_column = (_column_sums(spec) + held) * len(spec.norms)
+    of_column = (len(param_sizes(spec)) + held) * len(spec.norms)
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
-
-
-def _column_sums(spec: Spec) -> int:
-    norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
-    return sum(dtype is not None for dtype in (*norms, spec.norm.branch_scale_dtype))
 
 
 def _most_registers(ring: PipelinedRows) -> int:

@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.rows.logits import (
     run_of_rows,
     threads_of_runs,
 )
-from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
+from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, full_bias_dtype, row_vector
 from jaxnorm_kernels.specs import Spec
 
 # Pairs (maximum number of columns of a row, number of warpgroups per block). The first pair that a
@@ -91,7 +91,7 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
     """
     vector = row_vector(spec)
     most = _WARPGROUP_VECTORS * vector - 1
-    if spec.softmax.causal and not _sums_columns(spec):
+    if spec.softmax.causal and full_bias_dtype(spec) is None:
         most = _CAUSAL_TILE
     if spec.cols > most:
         return None
@@ -115,7 +115,7 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     """
     vector = row_vector(spec)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
-    for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
+    for cols, warpgroups in _HELD if full_bias_dtype(spec) is None else _SUMMED:
         if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
             return InRegisters(vector, warpgroups)
     for warpgroups in _SPREAD_WARPGROUPS:
@@ -126,12 +126,6 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     return None
 
 
-def _sums_columns(spec: Spec) -> bool:
-    """Return True if the pass computes the gradient of a bias that has a value for each column."""
-    shared = spec.softmax.logits_bias_rows
-    return spec.softmax.logits_bias_dtype is not None and shared is not None and shared.has_columns
-
-
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     """Return the number of blocks (or clusters) that share the work for a row of dbias.
 
@@ -139,7 +133,7 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     the bias. The number is limited so that all blocks can run at the same time.
     """
     shared = spec.softmax.logits_bias_rows
-    if not _sums_columns(spec) or shared is None:
+    if full_bias_dtype(spec) is None or shared is None:
         return 1
     is_own = bool(shared.segments) and shared.segments[-1][1]
     rows, sharing = shared.rows, shared.sharing

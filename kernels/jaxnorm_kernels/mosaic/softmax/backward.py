@@ -8,13 +8,16 @@ z = scale * x + bias are the logits. With d = dy, and sums over the row:
                   dbias = sum(dz) over the rows of x that use the same row of the bias
 
 If y is rounded to 16 bits, its sum may differ from 1, so the kernel computes it and divides by it
-(`Spec.renormalises`). Otherwise, the division by sum(y) is left out. If the bias has one value per
-row, its gradient is the sum of dz over the row. This sum follows from other sums. Because of
-rounding errors, sum(y) or sum(exp(y)) may differ from 1:
+(`Spec.renormalises`). Otherwise, the division by sum(y) is left out.
+
+If the bias has one value per row, its gradient is the sum of dz over the row. The kernel computes
+this sum from other sums:
 
     softmax       sum(dz) = sum(d y) (1 - sum(y))       if dz was not divided by sum(y)
                   sum(dz) = 0                           if it was
     log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
+
+Without rounding errors, sum(y) and sum(exp(y)) would be 1, so this gradient would be 0.
 
 Masked elements have y = 0 (softmax) or y = -inf (log_softmax). Their d counts as 0, even if it is
 infinite. The backward pass of softmax reads no mask, and treats elements with y = 0 as masked,
@@ -33,62 +36,57 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.gradients import add_rows
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.launch import required
+from jaxnorm_kernels.mosaic.device.launch import present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
-from jaxnorm_kernels.mosaic.loops.formulas import Arrays
-from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters, in_registers_backward
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
+from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
-from jaxnorm_kernels.mosaic.rows.tiles import Tile
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Tile
+from jaxnorm_kernels.mosaic.schedules.columns import full_bias_dtype
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared, Spec
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The backward pass of one row. The equations are in the module's docstring.
-
-    The row operands are y, dy and, if needed, the mask.
-    """
+    """The backward pass of one row. The equations are in the module's docstring."""
 
     spec: Spec
-    summed: int = 2
 
     @property
     def row_sums(self) -> int:
+        """Number of sums along a row."""
         return 1 + self._sums_weights
-
-    @property
-    def column_sums(self) -> int:
-        return int(self.bias is not None and self.bias.has_columns)
 
     @property
     def bias(self) -> Shared | None:
         """How the bias is broadcast over the rows of x. None if no bias needs a gradient."""
-        return (
-            None
-            if self.spec.softmax.logits_bias_dtype is None
-            else self.spec.softmax.logits_bias_rows
-        )
+        softmax = self.spec.softmax
+        return None if softmax.logits_bias_dtype is None else softmax.logits_bias_rows
 
     @property
     def sums_rows(self) -> bool:
         """True if the bias has one value per row."""
         return self.bias is not None and not self.bias.has_columns
 
-    def columns(self, params: Arrays) -> list[jax.Array]:
-        return list(params)
-
-    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        y, d = elements
+    def terms(self, y: jax.Array, d: jax.Array) -> list[jax.Array]:
+        """Return the terms of the sums along the row: a list with one array for each sum."""
         weights = [self._exp(y) if self._is_log else y] if self._sums_weights else []
         return [d if self._is_log else d * y, *weights]
 
-    def finish(
-        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        (y, d, *keep), (total, *weights) = elements, totals
+    def dz(
+        self, y: jax.Array, d: jax.Array, keep: Sequence[jax.Array], totals: Sequence[jax.Array]
+    ) -> jax.Array:
+        """Return dz, the gradient of the logits.
+
+        `totals` are the sums of `terms`. `keep` contains the mask if masked elements have dz = 0
+        but a nonzero y (see the module's docstring). Otherwise, it is empty.
+        """
+        total, *weights = totals
         if self.spec.renormalises:
             (weight,) = weights
             total /= jnp.where(weight == 0.0, 1.0, weight)
@@ -96,9 +94,7 @@ class SoftmaxFormula:
             dz = d - self._unless_masked(y, self._exp(y) * total)
         else:
             dz = self._unless_masked(y, y * (d - total))
-        if keep:
-            dz = jnp.where(keep[0], dz, 0.0)
-        return [scaled(dz, self.spec)], [dz] * self.column_sums
+        return jnp.where(keep[0], dz, 0.0) if keep else dz
 
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
         """Return `multiple`, with 0 in excluded elements.
@@ -129,30 +125,63 @@ def softmax_bwd(
 ) -> Operands:
     """Return the gradients of x and of the bias. `schedule` replaces the default schedule."""
     formula = SoftmaxFormula(spec)
-    y, mask, dy = residuals.saved, residuals.mask, cotangents.y
     schedule = required(schedule or softmax_schedule(spec), spec)
-    tile = schedule.tile(spec.cols)
-    sums = None
-    if (
-        formula.bias is not None
-        and spec.softmax.logits_bias_dtype is not None
-        and formula.column_sums
-    ):
-        sums = BiasSums(tile, formula.bias, spec.softmax.logits_bias_dtype, schedule.splits)
+    rows = schedule.tile(spec.cols)
+    exchange = RowSums(rows.warpgroups, rows.cluster, formula.row_sums, in_lanes=True)
+    is_split = isinstance(rows, SplitRow)
+    dtype, sums = full_bias_dtype(spec), None
+    if formula.bias is not None and dtype is not None:
+        sums = BiasSums(rows, formula.bias, dtype, schedule.splits)
 
-    def read(tile: Tile, row: Any, refs: Sequence[Ref]) -> list[Sequence[jax.Array]]:
-        return _read(tile, spec, row, *refs)
+    def body(tile: Tile, refs: ForwardRefs) -> None:
+        (dx_ref,) = refs.results
+        sum_refs, scratch = split(refs.scratch, int(sums is not None))
 
-    dx, *rest = in_registers_backward(
-        formula,
-        [y, dy, *([mask] if mask is not None and spec.reads_mask else [])],
-        read,
-        tile,
-        rows=spec.rows,
+        def step(row: Any, k: Any = 0) -> Fragments:
+            """Process a tile of rows: store dx, and return dz.
+
+            `row` is the index of the tile's row in the array, or a slice if the tile has several
+            rows. `k` is the number of tiles that the block has processed before this tile.
+            """
+            elements = _read(tile, spec, row, *refs.operands)
+            terms = [formula.terms(y, d) for y, d, *_ in elements]
+            totals = [tile.sum(term) for term in zip(*terms)]
+            if is_split:
+                if sums is None:
+                    exchange.ready()
+                exchange.publish(scratch, totals, k)
+                totals = exchange.collect(scratch, k)
+            dx, gradients = [], []
+            for y, d, *keep in elements:
+                dz = formula.dz(y, d, keep, [tile.broadcast(total, y) for total in totals])
+                dx.append(scaled(dz, spec))
+                gradients.append(dz)
+            tile.store(dx_ref, row, dx)
+            if refs.stats:
+                store_stats(refs.stats, row, totals)
+            return gradients
+
+        exchange.open(scratch)
+        if sums is None:
+            step(tile.row_index(spec.rows))
+            return
+        if is_split:
+            exchange.ready()
+        sums.run(sum_refs[0], step)
+
+    (dx,), rest = run(
+        body,
+        rows,
+        spec.rows,
+        operands=present(
+            residuals.saved, cotangents.y, residuals.mask if spec.reads_mask else None
+        ),
         results=[spec.x_dtype],
+        stats=2 * formula.sums_rows,
+        others=[] if sums is None else [sums.output],
+        scratch=exchange.scratch() if is_split else [],
+        blocks=None if sums is None else sums.blocks,
         name=f"{spec.op}_bwd",
-        row_values=2 * formula.sums_rows,
-        sums=sums,
     )
     dbias = None
     if sums is not None:
@@ -197,5 +226,4 @@ def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) 
     # infinite or NaN, sum(dz) must be NaN. ``totals - totals`` is 0 for a finite total, and NaN
     # otherwise.
     dz = totals - totals if spec.renormalises else totals * (1 - weights)
-    broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
-    return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
+    return add_rows(shared, dz)

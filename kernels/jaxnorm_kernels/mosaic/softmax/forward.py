@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.launch import required
+from jaxnorm_kernels.mosaic.device.launch import present, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_fragment, first_row, has_places, scaled
@@ -39,7 +39,7 @@ def softmax_fwd(
         _in_registers(spec),
         schedule.rows_of(spec),
         spec.rows,
-        operands=[a for a in (operands.x, operands.mask, operands.logits_bias) if a is not None],
+        operands=present(operands.x, operands.mask, operands.logits_bias),
         results=[spec.y_dtype],
         exchanged=2 + spec.logits.has_mask,
         name=f"{spec.op}_fwd",
