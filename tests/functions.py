@@ -440,7 +440,7 @@ def public_functions() -> set[str]:
 def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
     """Return the operands of the entry `name`: floats in `dtype`, and then labels and masks."""
     arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
-    return tuple(jnp.asarray(a, dtype) if a.dtype == np.float64 else a for a in arrays)
+    return tuple(jax.device_put(a.astype(dtype)) if a.dtype == np.float64 else a for a in arrays)
 
 
 def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
@@ -450,6 +450,21 @@ def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callab
     """
     others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
     return lambda *floats: function(*floats, *others)
+
+
+def step_of(name: str) -> Callable[..., Any]:
+    """Return a function that computes the results of function `name` and its gradients.
+
+    The gradients are those with respect to all float operands. The cotangents are the cosines of
+    the results.
+    """
+
+    def step(*operands):
+        floats = [operands[i] for i in floats_in(operands)]
+        y, pullback = jax.vjp(of_floats(FUNCTIONS[name].ours, operands), *floats)
+        return jax.tree.leaves(y), list(pullback(jax.tree.map(jnp.cos, y)))
+
+    return step
 
 
 def call_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, Any]:  # noqa: B008

@@ -363,6 +363,12 @@ def check_forward(call, spec, arrays=None):
     return arrays, found, stats
 
 
+@functools.cache
+def _forward_of(spec):
+    """Return XLA's code of a forward, compiled once for all tests of equal calls."""
+    return jax.jit(functools.partial(contract.call, xla, spec))
+
+
 def backward_operands(spec, arrays=None, made=None):
     """Return three things: a dict of arrays, the forward's results, and the backward's operands.
 
@@ -380,7 +386,7 @@ def backward_operands(spec, arrays=None, made=None):
             else arrays[name]
             for name in names_of(forward)
         ]
-        *results, stats = jax.jit(functools.partial(contract.call, xla, forward))(*operands)
+        *results, stats = _forward_of(forward)(*operands)
         made = dict(zip(spec.operation.results, results)), stats
     found, stats = made
     saved = (arrays | found)[spec.starts_from]

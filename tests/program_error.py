@@ -22,6 +22,7 @@ should not be near the value at which the result changes.
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -64,16 +65,37 @@ def exact(array: Any) -> Value:
 
 def analyse(program: Callable, *operands: Any) -> Any:
     """Return the results of ``program(*operands)``, with a `Value` in place of each array."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
+    with _on_a_cpu(), np.errstate(all="ignore"):
         operands = jax.tree.map(_on_the_host, operands)
         jaxpr, shapes = jax.make_jaxpr(program, return_shape=True)(*operands)
         results = _run(jaxpr.jaxpr, jaxpr.consts, map(exact, jax.tree.leaves(operands)))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
+def values_of(analysed: Any) -> Any:
+    """Return the values of the results of `analyse`, without the errors.
+
+    They are the results of the program's equations in float64. A test of an equation's rule needs
+    no more than these, and saves the time to compile the program.
+    """
+    return jax.tree.map(lambda result: result.value, analysed)
+
+
+def _on_a_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which JAX runs on a CPU.
+
+    The default device is a part of the keys of JAX's caches. So it is only set on other platforms:
+    on a CPU, `jax.jit` then runs a program that `analyse` has traced without tracing it again.
+    """
+    if jax.default_backend() == "cpu":
+        return contextlib.nullcontext()
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
 def _on_the_host(array: Any) -> Any:
     is_key = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return array if is_key else jnp.asarray(np.asarray(array))
+    # `jnp.asarray` would compile a program for each new shape, `jax.device_put` does not.
+    return array if is_key else jax.device_put(np.asarray(array))
 
 
 def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
@@ -220,7 +242,7 @@ def _has_floats(atoms: Any) -> bool:
 
 def _as_jax(operand: Value, atom: Any) -> Any:
     is_key = isinstance(operand.value, jax.Array)
-    return operand.value if is_key else jnp.asarray(operand.value, atom.aval.dtype)
+    return operand.value if is_key else jax.device_put(operand.value.astype(atom.aval.dtype))
 
 
 def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
@@ -469,14 +491,14 @@ def _by_jax(primitive: Any, adds: bool = False) -> Callable:
                 arrays = [
                     getattr(o, field) if o.value.dtype == np.float64 else o.value for o in operands
                 ]
-                return np.asarray(primitive.bind(*map(jnp.asarray, arrays), **params))
+                return np.asarray(primitive.bind(*map(jax.device_put, arrays), **params))
 
         result = Value(run("value"), run("error"))
         if not adds:
             return result, 0
         terms = [np.abs(o.value) if o.value.dtype == np.float64 else o.value for o in operands]
         with jax.enable_x64(True):
-            magnitude = np.asarray(primitive.bind(*map(jnp.asarray, terms), **params))
+            magnitude = np.asarray(primitive.bind(*map(jax.device_put, terms), **params))
         return result, SAFETY * math.sqrt(operands[-1].value.size) * magnitude
 
     return rule

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from pairs import each_pair
 from program_error import assert_computes, assert_same_results
 from reference import SAFETY, unit_roundoff
 
@@ -44,9 +45,7 @@ def masks():
 
 
 @each
-@pytest.mark.parametrize("kind", masks())
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_pair("kind with_bias dtype", [*masks()], [False, True], ["float32", "bfloat16"])
 def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
     operands = tuple(a[..., :6] for a in qkv(dtype))  # nnx's fast path requires equal depths
     mask = masks()[kind]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
+from pairs import each_pair
 from reference import assert_within, exact
 
 import jaxnorm.linen
@@ -312,10 +313,10 @@ def biases():
     return {n: jnp.where(first, b, 0.0).astype("float32") for n, b in values.items()}
 
 
-@pytest.mark.parametrize("name", biases())
-@pytest.mark.parametrize("mask", ["none", "causal", "nothing"])
-@pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@each_pair(
+    *("api dtype mask name", ["linen", "nnx"], [*SIXTEEN, "float32"]),
+    *(["none", "causal", "nothing"], [*biases()]),
+)
 def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask, name):
     """Weights equal Flax's, even if all keys of a query are masked or some biases are huge."""
     ours, theirs = {"linen": (jaxnorm.linen, nn), "nnx": (jaxnorm.nnx, nnx)}[api]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from functions import BASIC, FUNCTIONS, Sizes, operands_of
+from pairs import on_each_implementation
 
 ROWS = 70
 KEPT = [0, 33, ROWS - 1]  # rows that a test does not change; the last one is in a partial tile
@@ -60,9 +61,7 @@ def check(name, sizes, dtype, **options):
         assert rows_kept(value) == expected
 
 
-@pytest.mark.parametrize("cols", [256, 1000])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES)
+@on_each_implementation("name dtype cols", NAMES, ["float32", "bfloat16", "float16"], [256, 1000])
 def test_other_rows_do_not_matter(name, dtype, cols, implementation):
     check(name, sizes_of(name, cols), dtype, implementation=implementation)
 

@@ -80,7 +80,9 @@ def bound(size, dtype):
 @pytest.mark.parametrize(
     ("kind", "variant", "remat", "layers", "dtype"),
     [
-        *((kind, *case) for kind in ("gpt2", "llama") for case in CASES),
+        # Each kind of model runs with every variant, remat, kind of layers and dtype.
+        *(("gpt2", *case) for case in [CASES[0], *CASES[1::2], CASES[-1]]),
+        *(("llama", *case) for case in [*CASES[::2], CASES[3], CASES[5]]),
         *WITH_QK_NORMS,
     ],
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from gated_linear_cases import call, operands
 from jax.ad_checkpoint import checkpoint_name
+from pairs import each_pair
 from program_error import assert_computes
 from programs import equations, primitives
 
@@ -120,10 +121,10 @@ def test_a_scan_stacks_gate_and_up():
     assert [shape for shape in kept if INNER in shape] == [(layers, 4, INNER)] * 2
 
 
-@pytest.mark.parametrize("stack", [scan, unrolled])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("has_gate", [True, False])
+@each_pair(
+    *("stack dtype activation has_gate", [scan, unrolled], ["float32", "bfloat16"]),
+    *(["silu", "gelu"], [True, False]),
+)
 def test_compiled_memory(stack, dtype, activation, has_gate):
     """In compiled programs, a layer saves gate, up and x, and nothing else of their size."""
     tokens, width, inner = 512, 64, 256

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import reference
 from linear_loss_cases import operands
-from pairs import pairwise
+from pairs import each_pair, pairwise
 from program_error import assert_computes
 from reference import assert_within, exact
 
@@ -162,9 +162,7 @@ def test_dtypes_of_products(dtypes, dtype, of):
     assert of != "log_prob" or products[0][2] == "f32"
 
 
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2]], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@each_pair("reduction dtype options", REDUCTIONS, ["bfloat16", "float32"], OPTIONS[0:3:2])
 def test_weights(reduction, dtype, options):
     """Weights may have any sign and size. A weight of 0 excludes its row.
 

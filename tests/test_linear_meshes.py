@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import linear_mixture
 from meshes import KINDS, Case, collectives, in_shards, mesh_of
+from pairs import each_pair
 from program_error import analyse, assert_analysed, assert_computes
 from stand_in import Kernels, as_default
 
@@ -490,9 +491,7 @@ def test_losses_of_rows(kind, name):
     check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), name)
 
 
-@pytest.mark.parametrize("name", ["sum", "log_prob"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["rows", "rows and V"])
+@each_pair("kind layout name", KINDS, ["rows", "rows and V"], ["sum", "log_prob"])
 def test_kernels_get_chunks_of_shards(kind, layout, name):
     """Kernels run on the chunks of a shard. If classes are split, XLA's code runs instead.
 

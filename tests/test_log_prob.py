@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from log_prob_cases import LogProbs
 from loss_cases import operands
+from pairs import on_each_implementation
 from program_error import analyse, assert_computes
 from reference import assert_within, exact
 from test_loss import FUNCTIONS, refusable
@@ -38,8 +39,7 @@ def test_log_probabilities_are_losses(dtype, implementation):
 
 
 @refusable
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@on_each_implementation("dtype options", ["bfloat16", "float32"], OPTIONS)
 def test_extremes(dtype, options, implementation):
     """Results are correct for rows with extreme logits.
 
@@ -85,8 +85,7 @@ def test_small_entropies(implementation):
 
 
 @refusable
-@pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
-@pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
+@on_each_implementation("lowest options", [-np.inf, np.finfo(np.float32).min, -1e37], OPTIONS[::2])
 def test_logits_that_stand_for_none(lowest, options, implementation):
     """A logit of -inf, or a very low finite logit, excludes its class.
 

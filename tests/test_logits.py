@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from logits_cases import BF16, F32, KINDS, assert_like_xla, mixed, of_width, op_of
 from meshes import in_shards
-from pairs import pairwise
+from pairs import on_each_implementation, pairwise
 from program_error import analyse, assert_analysed, assert_computes
 from reference import assert_within, exact
 from test_softmax import FUNCTIONS, GRADIENTS, data
@@ -128,9 +128,7 @@ def test_bias(name, shape, causal, half, implementation):
     check(name, x, bias, d, causal=causal, implementation=implementation)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", BROADCAST, ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@on_each_implementation("name shape causal", [*FUNCTIONS], BROADCAST, [False, True])
 def test_where(name, shape, causal, implementation):
     x, d = data(SHAPE, "float32"), data(SHAPE, "float32", seed=1, scale=1.0)
     bias = data((1, 3, 1, 72), "float32", seed=2)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from advice_cases import assert_all_true, functions_of, told
+from pairs import each_pair
 
 import jaxnorm
 from jaxnorm import memory_report
@@ -89,9 +90,7 @@ def reports(before, after, x, weight):
     return report(before), report(after)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_wide", [True, False])
-@pytest.mark.parametrize("loss", [*LOSSES, ours])
+@each_pair("loss is_wide dtype", [*LOSSES, ours], [True, False], ["float32", "bfloat16"])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
     """A matmul followed by a loss gets the advice.
 
@@ -107,9 +106,7 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_wide", [True, False])
-@pytest.mark.parametrize("is_product", [True, False])
+@each_pair("is_product is_wide dtype", [True, False], [True, False], ["float32", "bfloat16"])
 def test_log_probabilities(is_product, is_wide, dtype):
     """With `log_prob_and_entropy`, the logits of a matmul are not saved.
 
@@ -193,9 +190,7 @@ def capped_in_float32(logits):
     return jnp.tanh(logits) * 30
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cap", [capped, capped_in_float32])
-@pytest.mark.parametrize("loss", [*LOSSES, ours])
+@each_pair("loss cap dtype", [*LOSSES, ours], [capped, capped_in_float32], ["float32", "bfloat16"])
 def test_a_softcap_before_the_loss(loss, cap, dtype):
     def before(x, weight, labels):
         return loss(cap(x @ weight).astype(jnp.float32), labels)

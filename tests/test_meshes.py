@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from functions import FUNCTIONS, Sizes, floats_in, gradients, of_floats, operands_of
+from functions import FUNCTIONS, Sizes, floats_in, gradients, of_floats, operands_of, step_of
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, collectives, in_shards, mesh_of
 from pairs import pairwise
@@ -83,21 +83,6 @@ def specs_of(name, layout):
     return [specs[kind] for kind in FUNCTIONS[name].kinds.split()]
 
 
-def step_of(name):
-    """Return a function that computes the results of function `name` and its gradients.
-
-    The gradients are those with respect to all float operands. The cotangents are the cosines of
-    the results.
-    """
-
-    def step(*operands):
-        floats = [operands[i] for i in floats_in(operands)]
-        y, pullback = jax.vjp(of_floats(FUNCTIONS[name].ours, operands), *floats)
-        return jax.tree.leaves(y), list(pullback(jax.tree.map(jnp.cos, y)))
-
-    return step
-
-
 @functools.cache
 def on_one_device(name):
     return analyse(step_of(name), *operands_of(name, sizes=SIZES))
@@ -124,12 +109,18 @@ def sizes_of(compiled):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
 
 
-# Each function runs in each layout on each kind of mesh axis. Such a case runs either XLA's code or
-# the stand-in for a kernel. Over all cases, each function runs both, and so does each combination
-# of a layout and a kind of axis.
-PLACES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
+# Each function runs in each layout, on each kind of mesh axis, and with XLA's code and with the
+# stand-in for a kernel. Over all functions, each layout meets each kind and each of the two codes
+# several times. If parameters or columns are sharded, each function also runs the stand-in on Auto
+# axes: only there, the rule for XLA's partitioner and the code for parts of rows matter.
+WAYS = [(kind, runs) for kind in KINDS for runs in ("xla", "kernel")]
 CASES = [
-    *((name, *place, runs) for runs, name, place in pairwise(["xla", "kernel"], NAMES, PLACES)),
+    *(
+        (name, layout, *way)
+        for i, name in enumerate(NAMES)
+        for j, layout in enumerate(LAYOUTS)
+        for way in [WAYS[(i + j) % 6], *[("auto", "kernel")] * (layout in ("columns", "FSDP"))]
+    ),
     *(
         (name, layout, kind, runs)
         for layout in OF_TABLES
@@ -150,16 +141,16 @@ def is_its_own(name, layout, kind, runs):
     return kind == "manual" and (layout == "columns" or of_positions or of_heads)
 
 
+# In the functions of SCATTERED, rows with equal parameters are not consecutive. The stand-in does
+# not support this, so these functions run XLA's code.
 CASES = [
-    # In the functions of SCATTERED, rows with equal parameters are not consecutive. The stand-in
-    # does not support this, so these functions run XLA's code.
-    (*case[:3], "xla" if case[0] in SCATTERED else case[3])
-    for case in CASES
-    if not is_its_own(*case)
+    (name, layout, "explicit" if is_its_own(name, layout, kind, runs) else kind, code)
+    for name, layout, kind, runs in CASES
+    for code in ["xla" if name in SCATTERED else runs]
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
+@pytest.mark.parametrize(("name", "layout", "kind", "runs"), [*dict.fromkeys(CASES)])
 def test_rows_on_a_mesh(name, layout, kind, runs):
     """Values are correct, kernels run on complete rows of a shard, and few arrays are exchanged.
 

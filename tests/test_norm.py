@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import refused
 from norms import check, normal
+from pairs import each_pair, on_each_implementation
 from program_error import assert_computes
 from reference import DTYPES, exact
 
@@ -23,8 +24,9 @@ MIXES = [
 ]
 AXES = [-1, 0, (1, 2), (0, -1)]
 PARAMETERS = ["scale and bias", "scale", "bias", "none"]
-each_save = pytest.mark.parametrize("save", ["output", "input"])
-each_y = pytest.mark.parametrize("y_dtype", ["float32", "bfloat16"])
+SAVES = ["output", "input"]
+Y_DTYPES = ["float32", "bfloat16"]
+OPTIONS = [{"scale_offset": 1.0}, {"epsilon": 0.0}, {"epsilon": 0.1}]
 
 
 NAMES = ["layer_norm", "rms_norm"]
@@ -54,55 +56,44 @@ def checked(
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(("x_dtype", "p_dtype", "y_dtype"), MIXES)
-@pytest.mark.parametrize("name", NAMES)
-def test_values_and_gradients(name, x_dtype, p_dtype, y_dtype, axis, save, implementation):
+@on_each_implementation("name mix axis save", NAMES, MIXES, AXES, SAVES)
+def test_values_and_gradients(name, mix, axis, save, implementation):
+    x_dtype, p_dtype, y_dtype = mix
     shape = (64, 8, 40)  # With any of `AXES`, there are enough rows for every kernel.
     given = {"p_dtype": p_dtype, "y_dtype": y_dtype, "axis": axis, "save": save}
     checked(name, shape, x_dtype, implementation=implementation, **given)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize("parameters", PARAMETERS)
-@each_save
-@each_y
+@on_each_implementation("parameters save y_dtype", PARAMETERS, SAVES, Y_DTYPES)
 def test_layer_norm_parameters(parameters, save, y_dtype, implementation):
     given = {"parameters": parameters, "y_dtype": y_dtype, "save": save, "of_scale": (1.0, 0.0)}
     checked("layer_norm", (70, 40), implementation=implementation, **given)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize("scale", [True, False])
-@each_save
-@pytest.mark.parametrize(("rows", "cols"), [(70, 40), (70, 1024)])
-def test_rms_norm_with_a_bias(rows, cols, save, scale, implementation):
+@on_each_implementation("scale save cols", [True, False], SAVES, [40, 1024])
+def test_rms_norm_with_a_bias(scale, save, cols, implementation):
     parameters = "scale and bias" if scale else "bias"
     given = {"parameters": parameters, "y_dtype": "bfloat16", "save": save}
-    checked("rms_norm", (rows, cols), implementation=implementation, **given)
+    checked("rms_norm", (70, cols), implementation=implementation, **given)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@each_y
+@on_each_implementation("save y_dtype", SAVES, Y_DTYPES)
 def test_rms_norm_without_scale(save, y_dtype, implementation):
     given = {"parameters": "none", "y_dtype": y_dtype, "save": save}
     checked("rms_norm", (70, 40), implementation=implementation, **given)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{"scale_offset": 1.0}, {"epsilon": 0.0}, {"epsilon": 0.1}])
+@on_each_implementation("options name save", OPTIONS, NAMES, SAVES)
 def test_options(options, name, save, implementation):
     checked(name, (70, 64), "bfloat16", save=save, implementation=implementation, **options)
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("cols", [2, 3, 127, 1000, 4095])
-@pytest.mark.parametrize("name", NAMES)
+@on_each_implementation("name cols save", NAMES, [2, 3, 127, 1000, 4095], SAVES)
 def test_widths(name, cols, save, implementation):
     checked(name, (5, cols), y_dtype="bfloat16", save=save, implementation=implementation)
 
@@ -121,8 +112,7 @@ def test_one_column():
         assert_computes(gradient(x), gradient, x)
 
 
-@each_save
-@pytest.mark.parametrize("name", NAMES)
+@each_pair("name save", NAMES, SAVES)
 @pytest.mark.usefixtures("x64")
 def test_float64(name, save):
     checked(name, (7, 30), "float64", p_dtype="float64", save=save)
@@ -135,8 +125,7 @@ def test_epsilon_and_axis_defaults_are_flax_like():
 
 
 @refused.expect(refused.EMPTY)
-@each_save
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (2, 0, 3), (0,)])
+@on_each_implementation("shape save", [(0, 5), (5, 0), (2, 0, 3), (0,)], SAVES)
 def test_empty(shape, save, implementation):
     x = jnp.zeros(shape, jnp.float32)
     scale = bias = jnp.ones(shape[-1:], jnp.bfloat16)

@@ -13,7 +13,7 @@ import refused
 from functions import rope
 from norm_references import RotatedNorm
 from norms import check, mixes, normal, tables
-from pairs import pairwise
+from pairs import on_each_implementation, pairwise
 from program_error import analyse, assert_computes
 from reference import DTYPES, SAFETY, assert_within, exact, relative_error, rounding, unit_roundoff
 
@@ -97,8 +97,7 @@ def test_values_and_gradients(mix, size, save, interleaved, implementation):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("lead", BROADCAST, ids=str)
+@on_each_implementation("lead save", BROADCAST, ["output", "input"])
 def test_tables_that_broadcast(lead, save, implementation):
     x = normal((2, 8, 4, 64), "float32", 0)
     cos, sin = tables((*lead, 32))
@@ -106,9 +105,7 @@ def test_tables_that_broadcast(lead, save, implementation):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("factor", [1.2, 0.7])
+@on_each_implementation("factor dtype save", [1.2, 0.7], DTYPES, ["output", "input"])
 def test_tables_with_a_factor(factor, dtype, save, implementation):
     """Tables may be multiplied by a factor, as in YaRN and LongRoPE.
 
@@ -121,8 +118,7 @@ def test_tables_with_a_factor(factor, dtype, save, implementation):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_each_implementation("dtype save", ["float32", "bfloat16"], ["output", "input"])
 def test_no_scale(dtype, save, implementation):
     cos, sin = tables((8, 1, 16))
     x = normal((2, 8, 4, 64), dtype, 0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import refused
 from norms import check, mixes, normal
+from pairs import on_each_implementation
 from program_error import assert_computes
 from reference import TwoNorms, assert_within, exact, rounding
 
@@ -18,9 +19,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 # Dtypes of x, residual, parameters and y.
 MIXES = mixes("bffb", "bbfb", "fbfb", "bfbf")
 SHAPES = [(70, 40), (64, 1024), (130, 768)]
-each_mix = pytest.mark.parametrize(("x_dtype", "r_dtype", "p_dtype", "y_dtype"), MIXES)
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-each_save = pytest.mark.parametrize("save", ["output", "input"])
+SAVES = ["output", "input"]
 
 
 def parameter(cols, dtype, seed):
@@ -32,13 +31,11 @@ def operands(shape, x_dtype, r_dtype):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@each_shape
-@each_mix
-@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
-def test_addition_before_a_norm(
-    name, x_dtype, r_dtype, p_dtype, y_dtype, shape, save, implementation
-):
+@on_each_implementation(
+    "name mix shape save", ["add_layer_norm", "add_rms_norm"], MIXES, SHAPES, SAVES
+)
+def test_addition_before_a_norm(name, mix, shape, save, implementation):
+    x_dtype, r_dtype, p_dtype, y_dtype = mix
     x, residual = operands(shape, x_dtype, r_dtype)
     given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
     if name == "add_layer_norm":
@@ -50,22 +47,18 @@ def test_addition_before_a_norm(
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_shape
-@each_mix
-def test_addition_after_a_norm(x_dtype, r_dtype, p_dtype, y_dtype, shape, implementation):
-    del y_dtype  # The result has the residual's dtype.
+@on_each_implementation("mix shape", MIXES, SHAPES)
+def test_addition_after_a_norm(mix, shape, implementation):
+    x_dtype, r_dtype, p_dtype, _ = mix  # The result has the residual's dtype.
     x, residual = operands(shape, x_dtype, r_dtype)
     given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
     check("rms_norm_add", x, implementation=implementation, **given)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@each_shape
-@each_mix
-def test_addition_between_two_norms(
-    x_dtype, r_dtype, p_dtype, y_dtype, shape, save, implementation
-):
+@on_each_implementation("mix shape save", MIXES, SHAPES, SAVES)
+def test_addition_between_two_norms(mix, shape, save, implementation):
+    x_dtype, r_dtype, p_dtype, y_dtype = mix
     x, residual = operands(shape, x_dtype, r_dtype)
     scales = {n: parameter(shape[1], p_dtype, i) for i, n in enumerate(("scale", "next_scale"), 2)}
     given = {"residual": residual, "save": save, "y_dtype": y_dtype}
@@ -118,13 +111,12 @@ LEADS = {
 
 
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
-@each_save
-@pytest.mark.parametrize("cols", [64, 1024])
-@pytest.mark.parametrize(("dtype", "p_dtype"), [("float32", "float32"), ("bfloat16", "float32")])
-@pytest.mark.parametrize("lead", LEADS)
-def test_parameters_of_groups_of_rows(lead, dtype, p_dtype, cols, save, implementation):
+@on_each_implementation(
+    "lead dtype cols save", [*LEADS], ["float32", "bfloat16"], [64, 1024], SAVES
+)
+def test_parameters_of_groups_of_rows(lead, dtype, cols, save, implementation):
     scale, bias = (
-        normal((*lead, cols), p_dtype, seed, scale=0.3, shift=1.0)
+        normal((*lead, cols), "float32", seed, scale=0.3, shift=1.0)
         for seed, lead in zip((2, 3), LEADS[lead])
     )
     x = normal((4, 33, cols), dtype, 0, shift=0.5)

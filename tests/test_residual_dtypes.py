@@ -103,16 +103,17 @@ def test_two_norms(mix, save):
     check("rms_norm_add_rms_norm", x, **given, save=save, y_dtype=mix[2])
 
 
-# Combinations of dtypes for tests of a function with a single norm. In each combination, exactly
-# one of x, the residual and y is float64.
-ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in mix]
+# Combinations of dtypes in which one of x, the residual and y is float64, or all are. They have
+# every pair of dtypes of two of these arrays. A function with a single norm has fewer.
+PAIRS = [mix for mix in MIXES if mix.count("float64") != 2]
+ALONE = [mix for mix in PAIRS if mix.count("float64") == 1 and "float16" not in mix]
 
 
 @pytest.mark.parametrize(
     ("name", "mix", "save"),
     [
         pytest.param(name, mix, ("output", "input")[i % 2], id=f"{name}-{' '.join(mix)}")
-        for name, mixes in (("rms_norm_add_rms_norm", MIXES), ("add_rms_norm", ALONE))
+        for name, mixes in (("rms_norm_add_rms_norm", PAIRS), ("add_rms_norm", ALONE))
         for i, mix in enumerate(mixes)
     ],
 )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from norms import normal
+from pairs import each_pair
 from program_error import assert_computes
 from programs import equations
 
@@ -189,9 +190,7 @@ def additions_of(jaxpr, shape):
 
 
 @pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.parametrize("layers", [unrolled, scanned])
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@each_pair("name layers wrapped", ["layer_norm", "rms_norm"], [unrolled, scanned], [*WRAPPED])
 def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
     """If a model computes x + branch(norm(x)), the norm's backward returns the whole gradient of x.
 

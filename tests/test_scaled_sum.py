@@ -10,6 +10,7 @@ import pytest
 import refused
 from functions import gradients, layer_norm
 from norms import check, normal
+from pairs import on_each_implementation
 from program_error import assert_computes
 from programs import equations
 
@@ -18,8 +19,7 @@ import jaxnorm
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 FUNCTIONS = {"add_layer_norm": jaxnorm.add_layer_norm, "add_rms_norm": jaxnorm.add_rms_norm}
-each_function = pytest.mark.parametrize("name", FUNCTIONS)
-each_save = pytest.mark.parametrize("save", ["output", "input"])
+SAVES = ["output", "input"]
 
 # Dtypes of x, residual, parameters and y.
 MIXES = [
@@ -45,18 +45,14 @@ def parameter(lead, cols, dtype, seed, shift=1.0):
 
 
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
-@each_save
-@pytest.mark.parametrize("cols", [64, 1024])
-@pytest.mark.parametrize(("lead", "mix"), [(n, MIXES[i % 4]) for i, n in enumerate(LEADS)])
-@each_function
-def test_values_and_gradients(name, lead, mix, cols, save, implementation):
+@on_each_implementation("name lead cols save", [*FUNCTIONS], [*LEADS], [64, 1024], SAVES)
+def test_values_and_gradients(name, lead, cols, save, implementation):
+    mix = MIXES[[*LEADS].index(lead) % 4]
     checked(name, LEADS[lead], mix, cols, save, implementation)
 
 
 @refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-@pytest.mark.parametrize("mix", MIXES)
-@each_function
+@on_each_implementation("name mix save", [*FUNCTIONS], MIXES, SAVES)
 def test_mixes(name, mix, save, implementation):
     checked(name, LEADS["adaLN-zero"], mix, 768, save, implementation)
 
@@ -106,7 +102,7 @@ def test_over_other_axes(x64):
 
 
 @pytest.mark.parametrize("groups", [1, 32])
-@each_function
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_block_is_a_kernel_each_way(name, groups):
     """Each pass is one kernel.
 

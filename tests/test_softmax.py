@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 import refused
+from pairs import on_each_implementation
 from program_error import analyse, assert_computes
 from reference import assert_within, exact
 
@@ -53,18 +54,15 @@ def check(name, x, d, *, axis=-1, implementation):
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
+@on_each_implementation("name mix axis", [*FUNCTIONS], MIXES, AXES)
+def test_values_and_gradients(name, mix, axis, implementation):
+    x_dtype, y_dtype = mix
     x, d = data((64, 8, 37), x_dtype), data((64, 8, 37), y_dtype, seed=1, scale=1.0)
     check(name, x, d, axis=axis, implementation=implementation)
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
-@pytest.mark.parametrize("cols", [37, 64, 3000])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@on_each_implementation("dtype cols axis", ["bfloat16", "float16"], [37, 64, 3000], [-1, 0, (0, 2)])
 def test_common_part_of_cotangents(dtype, cols, axis, implementation):
     """A large constant that is added to all cotangents of a row does not change the gradient.
 
@@ -76,8 +74,9 @@ def test_common_part_of_cotangents(dtype, cols, axis, implementation):
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS, refused.SOME_COLUMNS)
-@pytest.mark.parametrize("shape", [(1, 40), (8, 40), (64, 1, 40), (8, 1)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@on_each_implementation(
+    "dtype shape", ["bfloat16", "float16"], [(1, 40), (8, 40), (64, 1, 40), (8, 1)]
+)
 def test_common_part_in_the_gradient_of_a_bias(dtype, shape, implementation):
     x, d = data((64, 8, 40), dtype), data((64, 8, 40), dtype, seed=1, scale=1.0) + 100
     bias = data(shape, "float32", seed=2)
@@ -123,8 +122,7 @@ def test_float64(name):
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("cols", [1, 2, 31, 50257])
+@on_each_implementation("name cols", [*FUNCTIONS], [1, 2, 31, 50257])
 def test_widths(name, cols, implementation):
     function, expected, bound = FUNCTIONS[name]
     x = data((3, cols), "float32")
@@ -154,9 +152,7 @@ def where_masks():
 
 
 @refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS, refused.SOME_COLUMNS)
-@pytest.mark.parametrize("kind", where_masks())
-@pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@on_each_implementation("name axis kind", [*FUNCTIONS], [-1, 0, (0, 2)], [*where_masks()])
 def test_where(name, axis, kind, implementation):
     function, expected, _ = FUNCTIONS[name]
     where = where_masks()[kind]
@@ -209,8 +205,7 @@ def test_large_logits_do_not_overflow():
 
 
 @refused.expect(refused.EMPTY)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (3, 0, 4), (0,)])
+@on_each_implementation("name shape", [*FUNCTIONS], [(0, 5), (5, 0), (3, 0, 4), (0,)])
 def test_empty(name, shape, implementation):
     function = FUNCTIONS[name][0]
     x = jnp.zeros(shape, jnp.bfloat16)
