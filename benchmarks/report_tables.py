@@ -119,10 +119,10 @@ def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """Return a table with a row for each limit in `bars.BARS` that was measured.
+    """Return a table that compares measured training steps with their limits.
 
-    A limit counts as measured if its training step with jaxnorm was measured. If no limit was
-    measured, return "".
+    It has a row for each limit in `bars.BARS` whose training step was measured with jaxnorm. If
+    there is none, return "".
     """
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []

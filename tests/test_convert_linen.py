@@ -133,8 +133,8 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
     with jaxnorm.linen.converted():
         y, variables = Several().init_with_output(jax.random.key(0), x)
     size = float(jnp.abs(y).max())
-    # The bound allows one error for each of Flax's six norms, which sum over 16 or 64 elements. y
-    # is complex, because the last norm has the dtype complex64.
+    # Flax's model has six norms, each of which sums over 16 or 64 elements. The bound is the sum of
+    # their rounding errors. y is complex, because the last norm has the dtype complex64.
     error = 6 * SAFETY * unit_roundoff("float32") * (math.sqrt(64) + 8) * size
     assert np.abs(y - Several().apply(variables, x)).max() <= error
     norms = [

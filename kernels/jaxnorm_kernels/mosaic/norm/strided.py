@@ -264,18 +264,17 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return two lists: the gradients of the parameters, and terms of the row sums.
+        """Return two lists: the gradients of the parameters, and shares of the row sums.
 
-        All arrays have one value for each inner element (index along the last axis).
+        All arrays have one value for each inner element (index along the last axis). For each array
+        that the method `terms` returns, `sums` contains its sum over the columns (indices along the
+        middle axis). `params` are the results of the method `columns`.
 
         * The first list contains dscale and dbias. A gradient is left out if the call has no such
           parameter.
-        * The second list contains the terms of c2 and, in LayerNorm, the terms of c1. c2 and c1 are
-          the row sums of the backward pass (see `norm.backward`). The caller adds the terms of all
-          inner elements of a group.
-
-        `sums` are sums over all columns (indices along the middle axis), one for each array that
-        the method `terms` returns. `params` are the results of `columns`.
+        * The second list contains each inner element's share of c2 and, in LayerNorm, of c1. These
+          are the row sums of the backward pass (see `norm.backward`). The caller adds the shares of
+          all inner elements of a group.
         """
         dscale, *dbias = sums
         if not self.from_output:
