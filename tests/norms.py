@@ -69,9 +69,9 @@ def _numbers(shape):
 def _spread(shape, of_x, axes):
     """Return, for each element of x, the index of the parameter's element that belongs to it.
 
-    The result has the shape (rows, cols). The normalised axes of x, `axes`, are flattened to the
-    columns. To broadcast the parameter, x's axes are reordered such that the normalised axes are
-    last.
+    First, x's axes are reordered so that the normalised axes, `axes`, are last. The parameter is
+    broadcast to this shape. Then the normalised axes are flattened to the columns, and all other
+    axes to the rows. So the result has the shape (rows, cols).
     """
     order = [axis for axis in range(len(of_x)) if axis not in axes] + [*axes]
     cols = math.prod(of_x[axis] for axis in axes)

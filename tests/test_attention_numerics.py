@@ -328,7 +328,8 @@ def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask
     kept = None if kept is None else kept[None, None]
     bias = biases()[name][None, None, None]
     a, b = (exact(m.dot_product_attention(q, k, v, bias, kept)) for m in (ours, theirs))
-    # The weights are rounded in linen and in nnx. Linen also rounds the logits, which are below 4.
+    # The weights are rounded in linen and in nnx. Linen also rounds the logits. They are below 4,
+    # which bounds the error of this rounding.
     bound = 8 * reference.unit_roundoff(dtype) * (np.abs(b) + (api == "linen"))
     np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
     assert np.all((np.abs(a - b) <= bound) | np.isnan(b))

@@ -1,4 +1,4 @@
-"""GroupNorm of jaxnorm.linen and jaxnorm.nnx compared with Flax's, and conversions to it."""
+"""GroupNorm of jaxnorm.linen and jaxnorm.nnx, compared with Flax's and converted from Flax's."""
 
 import dataclasses
 import inspect

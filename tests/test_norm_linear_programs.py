@@ -41,7 +41,7 @@ WITH_Z = functools.partial(
     ids=["plain", "residual", "activation", "save_policy", "a policy for z", "checkpoint"],
 )
 def test_what_is_kept(around, activation, residual, kept):
-    """Besides the operands, one array of x's size is saved, and never the normalised x."""
+    """Besides the operands, only one array of x's size is saved. It is not the normalised x."""
     arrays = operands(4, 16, 24)
 
     def block(x, residual_, weight, scale, bias):

@@ -5,8 +5,9 @@ shard. Without a rule, the partitioner would gather all operands of a kernel on 
 
 A lowered program contains this rule only as the address of a Python function, which differs between
 processes. So JAX's persistent compilation cache misses, unless a JAX flag removes such addresses
-from the cache's keys. With that flag, programs that differ only in a call would have the same key.
-Therefore each call is lowered inside a function whose name contains a hash of the call.
+from the cache's keys. With that flag, nothing in the key would tell one call from another, for
+example calls with different options. Therefore each call is lowered inside a function whose name
+contains a hash of the call.
 """
 
 import functools

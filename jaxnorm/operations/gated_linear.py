@@ -62,9 +62,9 @@ def gated_linear(
       y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}
 
     Only ``gate``, ``up`` and ``weight`` are saved for the backward pass. The hidden activations
-    ``h = activation(gate) * up`` are not saved. The backward pass recomputes them in the pass that
-    computes the gradients of ``gate`` and ``up``. It also recomputes the arrays that the derivative
-    of the activation needs. No matmul runs twice.
+    ``h = activation(gate) * up`` are not saved. The backward pass recomputes them while it computes
+    the gradients of ``gate`` and ``up``. It also recomputes the arrays that the derivative of the
+    activation needs. No matmul runs twice.
 
     The elementwise arithmetic is float32 (float64 if ``gate`` or ``up`` is float64). h is rounded
     once, to the promoted dtype of ``gate`` and ``up``. The matmul casts h and ``weight`` to their

@@ -84,7 +84,8 @@ def named(
 ) -> list[jax.Array]:
     """Give the arrays names, to which `jax.checkpoint` policies can refer, and return them.
 
-    An array whose name is None is returned unchanged. `name` is the function that names an array.
+    `name` is a function of an array and a string, which gives the array this name. Arrays with None
+    in place of a string are returned unchanged.
     """
     return [a if n is None else name(a, n) for n, a in zip(names, arrays, strict=True)]
 

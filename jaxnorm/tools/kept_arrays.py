@@ -469,7 +469,8 @@ def is_product(value: Value) -> bool:
         return is_product(value.operands[0])
     if value.made_by == "add":
         rest = value.whole_operands
-        # The addition of a number is no bias: activations such as softplus and hard_swish add 1.
+        # An added number does not count as a bias, because activations such as softplus and
+        # hard_swish also add a number.
         is_number = any(v.made_by == "literal" for v in value.operands)
         return len(rest) == 1 and not is_number and is_product(rest[0])
     return False

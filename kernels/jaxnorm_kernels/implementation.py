@@ -49,9 +49,9 @@ class Operands(NamedTuple):
       logits_scale: an array ``(rows,)``. Each number multiplies the logits of its row. Absent if
         all logits are multiplied by the same static number.
       cos, sin: the tables of a rotation. They have one column for each pair of x's columns.
-        `NormOptions.table_rows` maps rows of x to rows of the tables. The xla implementation takes
-        tables that broadcast to x's other axes instead, and also returns the gradients of the
-        tables.
+        `NormOptions.table_rows` maps rows of x to rows of the tables. For the xla implementation,
+        the tables instead broadcast, by numpy's rules, to x's shape without its last axis. It also
+        returns the gradients of the tables.
     """
 
     x: jax.Array = _ABSENT

@@ -68,9 +68,9 @@ NO_ROWS: Table = (
     ),
 )
 
-# If x has at most this many bytes, the forward pass of a norm takes only a few microseconds on a
-# GPU. The host needs at least this time to launch a separate kernel. If XLA fuses the norm with
-# other operations, no additional launch is needed.
+# If x has at most this many bytes, the forward pass of a norm takes a GPU only a few microseconds.
+# The launch of a separate kernel takes the host at least as long. So XLA's code is faster: it can
+# fuse the norm with other operations, without an additional launch.
 _SMALL_BYTES = 4 * 2**20
 
 #: Reasons to let XLA run a call that a kernel supports. In these cases, XLA fuses the call with the
