@@ -49,26 +49,26 @@ class Divergence:
         dtype,
         *,
         reverse,
-        scale=1.0,
+        logits_scale=1.0,
         logit_softcap=None,
-        teacher_logit_softcap=None,
+        teacher_softcap=None,
     ):
-        z, zt = scale * exact(x), scale * exact(teacher)
+        z, zt = logits_scale * exact(x), logits_scale * exact(teacher)
         self.dtype, self.u, self.reverse = (
             dtype,
             arithmetic(str(x.dtype), str(teacher.dtype)),
             reverse,
         )
         of_tanh = max(4 if a.dtype.itemsize > 2 else 16 for a in (x, teacher)) + SAFETY
-        caps = [cap or 0.0 for cap in (logit_softcap, teacher_logit_softcap)]
+        caps = [cap or 0.0 for cap in (logit_softcap, teacher_softcap)]
         z_error = of_tanh * self.u * max(caps)
-        self.z_slope, slope_error = np.full_like(z, scale), 0.0
+        self.z_slope, slope_error = np.full_like(z, logits_scale), 0.0
         if logit_softcap is not None:
             t = np.tanh(z / logit_softcap)
-            z, self.z_slope = logit_softcap * t, scale * (1 - t**2)
-            slope_error = 2 * of_tanh * self.u * scale
-        if teacher_logit_softcap is not None:
-            zt = teacher_logit_softcap * np.tanh(zt / teacher_logit_softcap)
+            z, self.z_slope = logit_softcap * t, logits_scale * (1 - t**2)
+            slope_error = 2 * of_tanh * self.u * logits_scale
+        if teacher_softcap is not None:
+            zt = teacher_softcap * np.tanh(zt / teacher_softcap)
         self.z_error, self.slope_error = z_error, slope_error
         depths = [v - v.max(-1, keepdims=True) for v in (z, zt)]
         log_s = [np.log(np.exp(d).sum(-1, keepdims=True)) for d in depths]
