@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program_error import analyse, assert_analysed
@@ -20,6 +21,8 @@ from jaxnorm_kernels.operations import OPERATIONS
 SHAPE = (8, 16, 64)
 FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
 KINDS = ["auto", "explicit", "manual"]
+#: The mark of tests that need the eight virtual devices that the CPU has in tests.
+eight_devices = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 
 
 @dataclasses.dataclass(frozen=True)

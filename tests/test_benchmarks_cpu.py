@@ -3,11 +3,10 @@
 import dataclasses
 
 import pytest
+from benchmark_cases import rows_of_run
 
-from benchmarks import results, run
 from benchmarks.blocks import BLOCKS
 from benchmarks.cpu import CPU, CpuCell
-from benchmarks.results import Machine, Table
 from benchmarks.suites import SUITES, Selection
 
 SUITE = SUITES["cpu"]
@@ -45,15 +44,11 @@ def test_the_workload_of_a_cell(op):
     assert workload.row_operands[0][0] == (whole if op in BLOCKS else whole[:2])
 
 
-def test_a_run(tmp_path, monkeypatch):
-    if results.this_machine() != Machine("cpu"):
-        pytest.skip("takes the GPU's memory from the tests")
+def test_a_run(tmp_path):
     arguments = ["cpu", "--ops", "cross_entropy", "linear_cross_entropy", "layer_norm"]
     arguments += ["rms_norm_rope", "gated_linear", "activation_linear", "--dtypes", "float32"]
     arguments += ["--shapes", "8x32", "8x16x32", "2x4x2x32", "--directions", "fwd+bwd"]
-    arguments += ["--out", str(tmp_path)]
-    assert run.main(arguments) == 0
-    rows = Table(tmp_path, SUITE).rows()
+    rows = rows_of_run(tmp_path, SUITE, arguments)
     assert len(rows) == 7
     assert {row["status"] for row in rows} == {"ok"}
     for row in rows:

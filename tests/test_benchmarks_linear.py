@@ -8,6 +8,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from benchmark_cases import eager_torch, results_of_torch, rows_of_run
 from reference import SAFETY, assert_within, rounding, unit_roundoff
 
 from benchmarks import (
@@ -24,7 +25,7 @@ from benchmarks import (
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.providers import PROVIDERS, SIDES
 from benchmarks.report import Results
-from benchmarks.results import Machine, Table
+from benchmarks.results import Table
 from benchmarks.suites import SUITES, Selection, ShapedCell
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -121,17 +122,9 @@ def test_figures_are_by_flops():
 @pytest.mark.parametrize("op", LINEAR)
 @pytest.mark.parametrize("name", ["torch", "torch.compile"])
 def test_torch_products(op, name, monkeypatch):
-    torch = pytest.importorskip("torch")
-    from benchmarks import torch_side
-
-    eager = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", eager)
+    torch, torch_side = eager_torch(monkeypatch)
     cell = dataclasses.replace(BOTH, op=op, provider=name)
-    f, _ = torch_side.compiled(cell)
-    inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
-    function, (operands,) = torch_side.calls_of(cell, f, inputs)
-    y, gradients = function(*operands)
-    leaves, _ = operands
+    leaves, (y,), gradients = results_of_torch(torch_side, cell)
     assert y.dtype == torch.bfloat16
     assert [g.shape for g in gradients] == [a.shape for a in leaves]
     x, weight, *scale = (a.detach().double() for a in leaves)
@@ -170,12 +163,9 @@ def test_one_thread_compiles(suite, expected, monkeypatch):
     assert asked == [expected]
 
 
-def test_a_run(tmp_path, monkeypatch):
-    if results.this_machine() != Machine("cpu"):
-        pytest.skip("takes the GPU's memory from the tests")
-    arguments = ["linear", "--shapes", "4x16x32", "--directions", "fwd", "--out", str(tmp_path)]
-    assert run.main([*arguments, "--providers", "jaxnorm", "jnp"]) == 0
-    rows = Table(tmp_path, SUITE).rows()
+def test_a_run(tmp_path):
+    arguments = ["linear", "--shapes", "4x16x32", "--directions", "fwd"]
+    rows = rows_of_run(tmp_path, SUITE, [*arguments, "--providers", "jaxnorm", "jnp"])
     assert [(r["op"], r["provider"], r["status"]) for r in rows] == [
         ("product", "jnp", "ok"),
         ("rms_norm_linear", "jaxnorm", "ok"),

@@ -7,12 +7,12 @@ import re
 import jax
 import numpy as np
 import pytest
+from benchmark_cases import eager_torch, results_of_torch, rows_of_run
 from reference import SAFETY, assert_within, exact, unit_roundoff
 
-from benchmarks import calls, jax_side, report_tables, results, run
+from benchmarks import calls, jax_side, report_tables
 from benchmarks.losses import LossWorkload
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import Machine, Table
 from benchmarks.suites import SUITES, Selection, ShapedCell
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -209,34 +209,23 @@ def test_the_products_are_those_of_the_loss(cell):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_torch_losses(cell, monkeypatch):
-    torch = pytest.importorskip("torch")
-    from benchmarks import torch_side
-
-    eager = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", eager)
+    torch, torch_side = eager_torch(monkeypatch)
     cell = of(cell, "torch.compile")
-    f, _ = torch_side.compiled(cell)
-    inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
-    function, (operands,) = torch_side.calls_of(cell, f, inputs)
-    results, gradients = function(*operands)
-    results = results if isinstance(results, tuple) else (results,)
+    leaves, results, gradients = results_of_torch(torch_side, cell)
     assert [(r.shape, r.dtype) for r in results] == [
         (s, torch.float32) for s, _ in cell.workload.results
     ]
-    assert [g.shape for g in gradients] == [inputs[0][0][i].shape for i in cell.workload.gradients]
+    assert [g.shape for g in gradients] == [leaves[i].shape for i in cell.workload.gradients]
     figures = torch_side.prepare("loss", cell)()
     assert figures["us"] > 0
     assert (figures["roof"] is None) == (cell.workload.flops > 0)
 
 
 def test_a_run(tmp_path):
-    if results.this_machine() != Machine("cpu"):
-        pytest.skip("takes the GPU's memory from the tests")
     arguments = ["loss", "--dtypes", "bfloat16", "--shapes", "4x32", "4x8x32", "--workers", "1"]
     arguments += ["--ops", "cross_entropy", "linear_cross_entropy", "linear_log_prob_and_entropy"]
-    arguments += ["--providers", "jaxnorm", "products", "--out", str(tmp_path)]
-    assert run.main(arguments) == 0
-    rows = Table(tmp_path, LOSS).rows()
+    arguments += ["--providers", "jaxnorm", "products"]
+    rows = rows_of_run(tmp_path, LOSS, arguments)
     assert [(r["op"], r["direction"], r["provider"]) for r in rows] == [
         ("cross_entropy", "fwd", "jaxnorm"),
         ("cross_entropy", "fwd+bwd", "jaxnorm"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from benchmark_cases import rows_of_run
 
 import jaxnorm
 from benchmarks import compile_times, first_calls, providers, report_tables, results, run
@@ -87,12 +88,8 @@ def test_a_provider_that_is_not_installed_is_a_row(tmp_path):
 def test_a_run_on_the_cpu(tmp_path, capfd):
     """A run in two processes writes rows and a report; a second run finds nothing left to do."""
     arguments = ["kernels", "api", "--ops", "rms_norm", "--dtypes", "bfloat16"]
-    arguments += ["--shapes", "4x32", "--providers", "xla", "jnp", "--out", str(tmp_path)]
-    arguments += ["--workers", "2"]
-    if results.this_machine() != Machine("cpu"):
-        pytest.skip("takes the GPU's memory from the tests")
-    assert run.main(arguments) == 0
-    rows = Table(tmp_path, KERNELS).rows()
+    arguments += ["--shapes", "4x32", "--providers", "xla", "jnp", "--workers", "2"]
+    rows = rows_of_run(tmp_path, KERNELS, arguments)
     assert [(r["direction"], r["provider"], r["status"]) for r in rows] == [
         (direction, provider, "ok") for direction in ("fwd", "bwd") for provider in ("xla", "jnp")
     ]
@@ -101,17 +98,14 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     assert [(r["direction"], r["status"]) for r in both] == [("fwd+bwd", "ok")] * 2
     assert "## kernels" in (tmp_path / "report.md").read_text()
     capfd.readouterr()
-    assert run.main(arguments) == 0
+    assert rows_of_run(tmp_path, KERNELS, arguments) == rows
     assert "0 cells to measure" in capfd.readouterr().out
 
 
 def test_a_run_of_blocks(tmp_path):
     arguments = ["blocks", "--ops", "add_rms_norm", "--dtypes", "mixed", "--shapes", "4x32"]
-    arguments += ["--providers", "jaxnorm", "jnp", "--workers", "1", "--out", str(tmp_path)]
-    if results.this_machine() != Machine("cpu"):
-        pytest.skip("takes the GPU's memory from the tests")
-    assert run.main(arguments) == 0
-    rows = Table(tmp_path, SUITES["blocks"]).rows()
+    arguments += ["--providers", "jaxnorm", "jnp", "--workers", "1"]
+    rows = rows_of_run(tmp_path, SUITES["blocks"], arguments)
     assert [(r["direction"], r["provider"], r["status"]) for r in rows] == [
         (direction, provider, "ok")
         for direction in ("fwd", "fwd+bwd")
@@ -125,11 +119,8 @@ def test_a_run_of_blocks(tmp_path):
 def test_a_run_of_first_calls(tmp_path, capfd):
     """On a CPU, the suite `compile` lowers programs for a GPU but does not compile them."""
     arguments = ["compile", "--ops", "rms_norm", "--dtypes", "bfloat16", "mixed"]
-    arguments += ["--shapes", "1x128", "--workers", "1", "--out", str(tmp_path)]
-    if results.this_machine() != Machine("cpu"):
-        pytest.skip("takes the GPU's memory from the tests")
-    assert run.main(arguments) == 0
-    rows = Table(tmp_path, SUITES["compile"]).rows()
+    arguments += ["--shapes", "1x128", "--workers", "1"]
+    rows = rows_of_run(tmp_path, SUITES["compile"], arguments)
     assert [(r["shape"], r["dtype"], r["provider"], r["status"]) for r in rows] == [
         ("8192x128", "bfloat16", "jaxnorm", "ok"),
         ("8192x128", "bfloat16", "jnp", "ok"),

@@ -4,12 +4,12 @@ The tests check when the two modules compile programs, and whether they free mem
 """
 
 import dataclasses
-import functools
 import gc
 import types
 
 import jax
 import pytest
+from benchmark_cases import eager_torch, results_of_torch
 
 from benchmarks import jax_side
 from benchmarks.blocks import BLOCKS
@@ -93,23 +93,18 @@ def test_torch_cells(suite, direction, torch_side):
 
 
 @pytest.mark.parametrize("op", BLOCKS)
-def test_torch_blocks(op, torch, torch_side, monkeypatch):
-    eager = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", eager)
+def test_torch_blocks(op, monkeypatch):
+    _, torch_side = eager_torch(monkeypatch)
     shape = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}[len(BLOCKS[op].shapes[0])]
     for dtype in ("bfloat16", "mixed") if BLOCKS[op].mixed else ("bfloat16",):
         cell = ShapedCell(op, "fwd+bwd", shape, dtype, "torch.compile")
-        f, _ = torch_side.compiled(cell)
-        inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
-        function, (operands,) = torch_side.calls_of(cell, f, inputs)
-        results, gradients = function(*operands)
-        results = results if isinstance(results, tuple) else (results,)
+        operands, results, gradients = results_of_torch(torch_side, cell)
         assert [str(a.dtype) for a in results] == [
             f"torch.{d}" for _, d in cell.workload.cotangents
         ]
         leaves = [
             a
-            for i, a in enumerate(operands[0])
+            for i, a in enumerate(operands)
             if a.is_floating_point() and i not in cell.workload.constants
         ]
         assert [g.shape for g in gradients] == [a.shape for a in leaves]
@@ -117,13 +112,12 @@ def test_torch_blocks(op, torch, torch_side, monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_torch_compiles_nothing_in_its_turn(direction, torch, torch_side, monkeypatch):
+def test_torch_compiles_nothing_in_its_turn(direction, monkeypatch):
     """While the benchmark measures torch, torch compiles nothing.
 
     This also holds if the benchmark has more shapes than torch's cache of compiled programs.
     """
-    eager = functools.partial(torch.compile, backend="aot_eager")  # Inductor needs a C++ compiler
-    monkeypatch.setattr(torch, "compile", eager)
+    torch, torch_side = eager_torch(monkeypatch)
     cell = dataclasses.replace(CELL, direction=direction, provider="torch.compile")
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]

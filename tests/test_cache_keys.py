@@ -14,16 +14,13 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import pytest
+from meshes import eight_devices
 
 from jaxnorm.calls import backends
 from jaxnorm.meshes import auto_axes
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
-]
+pytestmark = [pytest.mark.oldest_jax, eight_devices]
 
 # A script (`python programs.py DIRECTORY`) that compiles programs that differ only in a call's
 # options.

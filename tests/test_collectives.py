@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import Case, mesh_of
+from meshes import Case, eight_devices, mesh_of
 from stand_in import StandIn, as_default
 
 import jaxnorm
@@ -30,11 +30,7 @@ from benchmarks import hlo
 from benchmarks.providers import jnp_functions as plain
 from jaxnorm_kernels import xla
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
-    pytest.mark.usefixtures("quick_to_compile"),
-]
+pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
 
 MESH = {"data": 4, "model": 2}
 BATCH, LENGTH, D, HIDDEN, CLASSES = 8, 64, 128, 256, 1024

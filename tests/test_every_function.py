@@ -18,6 +18,7 @@ from functions import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import eight_devices
 from reference import of_roundings
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
@@ -153,7 +154,7 @@ def test_traced_without_64_bit_types_and_lowered_with(name):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+@eight_devices
 @each
 def test_partitioned_without_64_bit_types(name):
     """A program that was traced with 64-bit types can be partitioned without them.

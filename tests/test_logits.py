@@ -13,7 +13,7 @@ import refused
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from logits_cases import BF16, F32, KINDS, assert_like_xla, mixed, of_width, op_of
-from meshes import in_shards
+from meshes import eight_devices, in_shards
 from pairs import on_each_implementation, pairwise
 from program_error import analyse, assert_analysed, assert_computes
 from reference import assert_within, exact
@@ -268,7 +268,7 @@ def on_one_device(name, bias_shape):
     return run, (x, bias, d), analyse(run, x, bias, d)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+@eight_devices
 @pytest.mark.parametrize(
     ("spec", "kind", "bias_shape", "name"),
     # The cases contain every pair of a layout and a bias, every pair of a layout and a function,
@@ -298,7 +298,7 @@ def test_on_a_mesh(spec, bias_shape, kind, name):
             assert jax.typeof(got[2]) == jax.typeof(lying)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+@eight_devices
 def test_the_gradient_of_a_bias_that_shards_share_is_their_sum():
     auto, devices = (AxisType.Auto,), jax.devices()[:4]
     mesh = jax.make_mesh((4,), ("data",), axis_types=auto, devices=devices)

@@ -10,17 +10,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import mixture
 from loss_cases import operands
-from meshes import Case, collectives, in_shards, mesh_of
+from meshes import Case, collectives, eight_devices, in_shards, mesh_of
 from program_error import analyse, assert_analysed, assert_computes
 from test_sharding import which_kernels  # noqa: F401
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
-    pytest.mark.usefixtures("quick_to_compile"),
-]
+pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
 
 SHAPE = (8, 4, 128)
 MESH = {"data": 4, "model": 2}

@@ -15,16 +15,12 @@ import jax.numpy as jnp
 import pytest
 from functions import FUNCTIONS, Sizes, floats_in, gradients, of_floats, operands_of, step_of
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, Case, collectives, in_shards, mesh_of
+from meshes import KINDS, Case, collectives, eight_devices, in_shards, mesh_of
 from pairs import pairwise
 from program_error import analyse, assert_analysed
 from stand_in import Kernels, as_default
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
-    pytest.mark.usefixtures("quick_to_compile"),
-]
+pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
 
 MESH = {"data": 4, "model": 2}
 SIZES = Sizes((8, 4), 64, 64)

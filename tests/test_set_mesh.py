@@ -13,7 +13,7 @@ import pytest
 from functions import BASIC, FUNCTIONS, Sizes, floats_in, of_floats, operands_of, step_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import in_shards
+from meshes import eight_devices, in_shards
 from pairs import pairwise
 from program_error import analyse, assert_analysed
 from stand_in import Kernels, as_default
@@ -21,9 +21,6 @@ from stand_in import Kernels, as_default
 import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-on_eight_devices = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="for eight CPU devices"
-)
 
 ROWS, COLS, CLASSES = 16, 64, 1000
 SIZES = Sizes((8, 2), COLS, CLASSES)
@@ -80,7 +77,7 @@ def placed(operands, mesh, place):
     return [jax.device_put(a, whole) if is_committed(i) else a for i, a in enumerate(operands)]
 
 
-@on_eight_devices
+@eight_devices
 @pytest.mark.parametrize(("name", "mesh", "place"), pairwise(BASIC, [*MESHES], PLACES))
 def test_no_axis_is_named(name, mesh, place):
     expected, (run, operands) = on_one_device(name), with_gradients(name)
@@ -92,7 +89,7 @@ def test_no_axis_is_named(name, mesh, place):
         assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1 and has_kernel(name))
 
 
-@on_eight_devices
+@eight_devices
 @pytest.mark.parametrize("place", ["replicated", "uncommitted"])
 @pytest.mark.parametrize("name", BASIC)
 def test_outside_of_jit(name, place):
@@ -104,7 +101,7 @@ def test_outside_of_jit(name, place):
         assert bool(kernels.shapes) == has_kernel(name)
 
 
-@on_eight_devices
+@eight_devices
 @pytest.mark.parametrize("name", BASIC)
 def test_a_part_with_automatic_axes(name):
     """Inside `jax.sharding.auto_axes` on an Explicit mesh, XLA's code runs.
@@ -121,7 +118,7 @@ def test_a_part_with_automatic_axes(name):
             assert_analysed(jax.jit(part)(*arrays), expected)
 
 
-@on_eight_devices
+@eight_devices
 @pytest.mark.parametrize("over", [P(), P("data")], ids=["replicated", "split"])
 @pytest.mark.parametrize("name", BASIC)
 def test_what_is_not_compiled(name, over):
@@ -139,7 +136,7 @@ def test_what_is_not_compiled(name, over):
         )
 
 
-@on_eight_devices
+@eight_devices
 @pytest.mark.parametrize("name", [*BASIC[-3:], "rms_norm", "softmax"])
 def test_xla_s_code(name):
     """Without kernels, results inside a mesh are correct for all placements."""
@@ -150,7 +147,7 @@ def test_xla_s_code(name):
             assert_analysed(jax.jit(run)(*placed(operands, mesh, place)), expected)
 
 
-@on_eight_devices
+@eight_devices
 @pytest.mark.parametrize("name", BASIC)
 def test_second_derivatives(name):
     run, operands = with_gradients(name)
@@ -167,7 +164,7 @@ def test_second_derivatives(name):
     assert_analysed(results, expected)
 
 
-@on_eight_devices
+@eight_devices
 def test_a_mesh_without_devices():
     """Programs for an `AbstractMesh` contain kernels."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
@@ -270,7 +267,7 @@ IN_SHARDS = [
 ]
 
 
-@on_eight_devices
+@eight_devices
 @pytest.mark.parametrize(("function", "batch", "weight_over"), IN_SHARDS)
 def test_a_batch_in_shards(function, batch, weight_over):
     transform, x, w = BATCHES[batch]

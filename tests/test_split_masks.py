@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import eight_devices
 from pairs import pairwise
 from reference import of_roundings
 
 import jaxnorm
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.usefixtures("x64", "quick_to_compile"),
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
-]
+used = pytest.mark.usefixtures("x64", "quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, eight_devices, used]
 
 SHAPE, AXES = (4, 4, 8), (1, 2)
 RNG = np.random.default_rng(0)
