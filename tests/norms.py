@@ -27,9 +27,10 @@ def normal(shape, dtype, seed, scale=1.0, shift=0.0):
 
 
 def mixes(*mixed):
-    """Return dtypes of a call's operands and result: each dtype for all of them, and mixed dtypes.
+    """Return a list of combinations of dtypes for the operands and the result of a call.
 
-    In a mix such as "bbfb", each letter is a dtype: bfloat16, float32 or float16 ("h").
+    In the first combinations, all dtypes are the same. `mixed` lists the other combinations. In a
+    string such as "bbfb", each letter is a dtype: bfloat16, float32 or float16 ("h").
     """
     names = {"b": "bfloat16", "f": "float32", "h": "float16"}
     return [*((d,) * 4 for d in DTYPES), *(tuple(names[d] for d in mix) for mix in mixed)]

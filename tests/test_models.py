@@ -87,8 +87,9 @@ def kernels_in(function, *arguments):
 def check(transformers, name, dtype, context, of_kernels):
     """Assert that outputs and gradients are as accurate inside `context` as outside of it.
 
-    `context` and `of_kernels` are context managers that convert modules. Inside `of_kernels`, all
-    of the model's norms must be jaxnorm's, and its program for CUDA must contain kernels.
+    `context` and `of_kernels` are context managers that convert modules. `of_kernels` is used for a
+    second check: inside it, all norms of the model must be jaxnorm's, and the model's program for
+    CUDA must contain kernels.
     """
     model = hugging_face(transformers, name, dtype)
     parameters = jittered(model.params)
@@ -184,7 +185,10 @@ def test_the_documented_replacement(transformers):
 
 
 def test_a_transformer_of_equinox():
-    """A transformer of equinox's modules, with stacked and scanned layers, can be converted."""
+    """A transformer that consists of equinox's modules can be converted.
+
+    Its layers are stacked and scanned.
+    """
     eqx = pytest.importorskip("equinox")
     from test_memory_report_equinox import Block, block
 

@@ -104,7 +104,7 @@ def test_the_report_says_what_the_extra_would_give(capability, absence, says, mo
 
 
 def test_the_check_times_what_has_a_timing():
-    """The calls that ``--check`` times can be traced, and are named as in the timings."""
+    """All calls timed by ``--check`` can be traced, and are named as in the timings."""
     timed = {str(call) for call in wall_time.CALLS}
     assert {name.partition(" with ")[0] for name in timed} <= {*FUNCTIONS}
     assert timed & {*TIMINGS}

@@ -23,8 +23,9 @@ Operand = Union["Bounded", np.ndarray, float]
 # For each dtype, its unit roundoff, and half the spacing of its subnormal numbers.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
-# The roundoff u of the arithmetic that is analysed, float32, times a safety factor: a bound is the
-# expected error times this factor, so that no error in a large array exceeds its bound by chance.
+# The unit roundoff of float32 (the arithmetic that is analysed), multiplied by a safety factor. The
+# safety factor makes a bound larger than the expected error, so that no error in a large array
+# exceeds its bound by chance.
 _ROUNDOFF = 4.0 * 2.0**-24
 
 

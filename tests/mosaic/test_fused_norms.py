@@ -184,8 +184,9 @@ def in_turn(direction: str) -> Iterable[Any]:
             cases = [case for case in cases if case.name in OF_TWO_NORMS]
         option, values = next(iter(of.options.items()))
         ways = [[c for c in of.combinations if c[option] == value] for value in values]
-        # In `cases`, schedules of the same kind follow each other. The items 2 * k and 2 * k + 1
-        # run with different values of the first option, so each kind runs with both values.
+        # Items with an even index run with one value of the first option, items with an odd index
+        # with the other. In `cases`, schedules of the same kind are neighbours, so each kind runs
+        # with both values.
         found = [
             (case, way[i // 2 % len(way)])
             for i, case in enumerate(cases)

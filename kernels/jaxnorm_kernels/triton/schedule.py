@@ -144,8 +144,8 @@ class Line:
       share: the maximum number of elements in a tile of several rows. Short rows share a tile if at
         least two of them fit into this number of elements. 0 if each tile has a single row.
       stages: the maximum number of tiles that a persistent program has in flight. In a forward
-        pass, a line whose `stages` is above 1 is only for norms whose only operand of x's shape is
-        x itself.
+        pass, a line with more than one stage does not apply to norms that have a second operand of
+        x's shape, such as a residual.
       hold_params: as in `Schedule`; only for the backward pass of a norm.
       looped: True if a program loads a row tile by tile and never holds all of it.
       mean: True if the line is only for norms that subtract a mean, False if it is only for other

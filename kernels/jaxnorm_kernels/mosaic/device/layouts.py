@@ -27,8 +27,8 @@ VECTOR_BYTES = 16
 # The start address and the number of bytes of an asynchronous copy must be multiples of this
 # number.
 COPY_BYTES = 16
-# `fitting_vector` may halve the number of elements that a thread loads at once. It does so only if
-# the result is at least this number.
+# `fitting_vector` may halve the number of elements that a thread loads at once, but not to less
+# than this minimum.
 LEAST_VECTOR = 4
 
 # Pallas has no public types for register layouts and refs.

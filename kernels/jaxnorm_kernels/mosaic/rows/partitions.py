@@ -105,7 +105,7 @@ class Partition:
 
     @functools.cached_property
     def has_tail(self) -> bool:
-        """True if the complete units of all partitions leave some columns of the row uncovered."""
+        """True if some columns of the row are in no complete unit of any partition."""
         return self.cols % (self.slices * self.unit) != 0
 
     @property

@@ -404,7 +404,7 @@ def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
     """Return the number of rows (or groups of rows) in the tail, the end of the array.
 
     A block that processes a row of the tail processes no other row. `tiles` is the number of rows
-    (or groups) that each other block processes.
+    (or groups) that any block outside the tail processes.
     """
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
