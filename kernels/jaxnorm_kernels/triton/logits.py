@@ -212,8 +212,8 @@ def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
     """Load the rows block after block, and return each row's total, an array `(tile_rows, 1)`."""
-    # If rows are unaligned, each value needs a separate address. If in addition the end of this loop
-    # is unknown at compile time, as in a causal softmax, the compiler would compute all addresses
+    # If rows are unaligned, each value needs a separate address. If the end of this loop is also
+    # unknown at compile time, as in a causal softmax, the compiler would compute all addresses
     # before the loop, and registers would spill. `disable_licm` prevents this.
     is_causal: tl.constexpr = logits.queries > 0
     terms, weights = zeros(tiling), zeros(tiling)
