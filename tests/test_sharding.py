@@ -344,7 +344,7 @@ def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_pa
 
 
 def test_a_mesh_without_devices():
-    """For an `AbstractMesh` of Auto axes, a program without kernels can be lowered."""
+    """For an `AbstractMesh` of Auto axes, a call is lowered to a program without kernels."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
     lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))

@@ -9,8 +9,8 @@ elements only. The copies are divided into *parts*. The first pass waits for one
 other, so it starts before the last part has arrived.
 
 Each warpgroup has a partition of the columns (see `partitions`). It processes the partition in
-units of one vector per thread, ``(4, columns of a warp, width)``: the 32 lanes of a warp run along
-the width first, then along the columns. In GroupNorm, neighbouring inner elements that are
+units. A unit has one vector for each thread of the 4 warps, and the shape ``(4, columns of a warp,
+width)``. The 32 lanes of a warp run along the width first, then along the columns. In GroupNorm, neighbouring inner elements that are
 normalised together form a *group* (see `strip_groups`).
 
 If the width does not divide the inner axis, the last strip ends with the axis and overlaps the

@@ -231,9 +231,9 @@ _OTHER_SHARED_BYTES = 8 * 1024
 _HELD_VALUES, _REREAD_VALUES = 32, 48
 
 #: Maps the number of blocks per cluster to the best number of rows per block, as measured on an
-#: H200. In the measured calls, the parameters had as many bytes per column as x and y together. If
-#: the parameters of a call have r times as many bytes per column as x and y, `_tiles_of_a_block`
-#: multiplies the number of rows by r^2.
+#: H200. In the measured calls, the parameters of a column had as many bytes as one element of x and
+#: one element of y together. If they have r times as many bytes in a call, `_tiles_of_a_block`
+#: multiplies the number of rows per block by r^2.
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 # Minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
