@@ -10,8 +10,8 @@ other, so it starts before the last part has arrived.
 
 Each warpgroup has a partition of the columns (see `partitions`). It processes the partition in
 units. A unit has one vector for each thread of the 4 warps, and the shape ``(4, columns of a warp,
-width)``. The 32 lanes of a warp run along the width first, then along the columns. In GroupNorm, neighbouring inner elements that are
-normalised together form a *group* (see `strip_groups`).
+width)``. The 32 lanes of a warp run along the width first, then along the columns. In GroupNorm,
+neighbouring inner elements that are normalised together form a *group* (see `strip_groups`).
 
 If the width does not divide the inner axis, the last strip ends with the axis and overlaps the
 previous strip. Its first elements are *stale*: they are stored twice, with the same value. If the
