@@ -76,8 +76,9 @@ def softmax(
       TypeError: the dtype of x or bias, or ``dtype``, is not a supported float dtype, ``where`` is
         not boolean, ``scale`` is not a number or is differentiated, or ``causal`` is neither True
         nor False.
-      ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale`` or ``implementation`` is
-        wrong, or ``causal`` is True although ``axis`` is not the last axis or x has only one axis.
+      ValueError: ``axis``, ``scale`` or ``implementation`` is wrong; ``where`` or ``bias`` has a
+        wrong shape; or ``causal`` is True although ``axis`` is not the last axis or x has only one
+        axis.
 
     Example:
       >>> import jax.numpy as jnp

@@ -271,9 +271,9 @@ def _are_for_the_loss(
 ) -> bool:
     """Return True if values are used only by the loss and by primitives named in `others`.
 
-    An operation that uses a value belongs to the loss if its result is in `values` or in `inside`.
-    A string in `others` is the name of a primitive, or the beginning of the names of several
-    primitives.
+    Only the operations that use `values` are checked. An operation belongs to the loss if the
+    operation's result is in `values` or in `inside`. A string in `others` is the name of a
+    primitive, or the beginning of the names of several primitives.
     """
     users = kept_arrays.users_outside(values, {*values, *inside})
     return all(_is_pick(user) or user.made_by.startswith(others) for user in users)

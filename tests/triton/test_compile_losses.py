@@ -77,7 +77,7 @@ def test_entropies_compile(direction, cols):
 @pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_divergences_compile(direction, cols, reverse):
-    """Each width and each GPU is compiled with all dtypes and both kinds of caps."""
+    """For each width and each GPU, kernels are compiled with all dtypes and both kinds of caps."""
     for turn, (dtype, teacher_dtype) in enumerate(PAIRS, WIDTHS.index(cols) + reverse):
         caps = CAPPED | {"teacher_softcap": 30.0 if turn % 4 else None} if turn % 2 else {}
         spec = make_spec(

@@ -357,12 +357,12 @@ class RowTile(Tile):
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """Register layout of each fragment (column range), for an array of rows."""
+        """The register layout of each fragment of a row. A fragment is a range of columns."""
         return [self.layout for _ in self.fragments()]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """Register layout of each fragment (column range), for a ``(cols,)`` operand."""
+        """The register layout of each fragment of a ``(cols,)`` operand, such as a scale."""
         return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
 
     def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
