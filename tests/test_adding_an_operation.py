@@ -94,7 +94,8 @@ SUITES = {
     "lowering": lambda: test_programs.test_lowering_for_a_gpu_from_any_host(NAME),
     "NaNs": lambda: test_programs.test_debug_nans_is_silent_on_ordinary_data(NAME),
     "vmap": lambda: [
-        test_batches.test_a_batch_is_a_loop(NAME, dims) for dims in ((0, None), (None, 1), (1, 0))
+        test_batches.test_a_batch_is_a_loop(NAME, dims, compiled=True)
+        for dims in ((0, None), (None, 1), (1, 0))
     ],
     "meshes": lambda: [
         test_meshes.test_rows_on_a_mesh(NAME, layout, kind, "xla")
