@@ -43,7 +43,7 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
     keyword arguments. As in equinox, x has the module's shape, all axes are normalised, and the
     result has x's dtype. Under one or more nested ``jax.vmap``, one kernel processes all rows, in
     the forward and in the backward pass. If the dtype of x is not a float of 16 to 64 bits, or if x
-    has no axes or no elements, equinox's code runs, which saves the input.
+    has no axes or no elements, equinox's code runs, and needs as much memory as before.
 
     Args:
       shape: shape of x, weight and bias: an integer or several.
@@ -145,7 +145,7 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
 
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
     keyword arguments. Channels are the first axis of x. If the dtype of x is not a float of 16 to
-    64 bits, equinox's code runs, which saves the input.
+    64 bits, equinox's code runs, and needs as much memory as before.
 
     Args:
       groups, channels, eps, channelwise_affine, dtype: as in ``equinox.nn.GroupNorm``.

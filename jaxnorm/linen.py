@@ -47,7 +47,7 @@ class LayerNorm(_Settings, nn.LayerNorm):
     Fields, defaults, parameter names and the call are the same as in Flax, so checkpoints load
     unchanged; there are three additional fields. ``use_fast_variance`` is accepted, but the
     variance is always computed in two passes, which is numerically stable. Some calls run Flax's
-    code, which saves the input: calls with ``mask``, ``axis_name``,
+    code, and need as much memory as in Flax: calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
     that is not a float of 16 to 64 bits.
 

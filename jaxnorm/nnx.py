@@ -72,8 +72,8 @@ class LayerNorm(nnx.LayerNorm):
     Arguments, defaults, parameter names and the call are the same as in Flax, so states load
     unchanged; there are three additional arguments. As in Flax, x and the parameters are first
     promoted to one dtype (``promote_dtype``). ``use_fast_variance`` is accepted, but the variance
-    is always computed in two passes, which is numerically stable. Some calls run Flax's code, which
-    saves the input: calls with ``mask``, ``axis_name``, ``feature_axes`` other than
+    is always computed in two passes, which is numerically stable. Some calls run Flax's code, and
+    need as much memory as in Flax: calls with ``mask``, ``axis_name``, ``feature_axes`` other than
     ``reduction_axes``, or a dtype that is not a float of 16 to 64 bits.
 
     Args:
