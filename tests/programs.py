@@ -1,4 +1,4 @@
-"""Build programs of several layers, and iterate over all equations of a traced program."""
+"""Build and lower programs, and iterate over all equations of a traced program."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +19,22 @@ def through_layers(layer: Callable[..., Any], stack: str, x: Any, w: dict[str, A
     for i in range(len(next(iter(w.values())))):
         x = layer(x, {name: a[i] for name, a in w.items()})
     return x
+
+
+def text_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
+    """Return the text of the function's program, lowered for an NVIDIA GPU."""
+    traced = jax.jit(function).trace(*operands)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels_in(function: Callable[..., Any], *operands: Any) -> int:
+    """Return the number of Mosaic kernels in the function's program for an NVIDIA GPU."""
+    return text_for_cuda(function, *operands).count("stablehlo.custom_call @mosaic_gpu")
+
+
+def results_of_kernels(text: str) -> list[str]:
+    """Return the result types of each Mosaic kernel in a program's text."""
+    return [line.rpartition("->")[2] for line in text.splitlines() if "@mosaic_gpu" in line]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

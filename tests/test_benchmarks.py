@@ -9,16 +9,7 @@ import jax
 import pytest
 from program_error import assert_computes
 
-from benchmarks import (
-    calls,
-    hlo,
-    jax_side,
-    plots,
-    providers,
-    run,
-    save,
-    workloads,
-)
+from benchmarks import calls, hlo, jax_side, plots, providers, run, save, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import ROOT
@@ -281,22 +272,29 @@ LIBRARIES = {
 }
 
 
+@pytest.fixture
+def mocked(name, monkeypatch):
+    """Replace torch and the library of the provider `name` by mocks."""
+    adapter = f"benchmarks.providers.{PROVIDERS[name].adapter}"
+    for module in ("torch", *LIBRARIES[name]):
+        monkeypatch.setitem(sys.modules, module, unittest.mock.MagicMock())
+    sys.modules["torch"].autograd.Function = type("Function", (), {"apply": callable})
+    monkeypatch.delitem(sys.modules, adapter, raising=False)
+    yield
+    sys.modules.pop(adapter, None)  # Do not leave mocks to other tests.
+
+
+@pytest.mark.usefixtures("mocked")
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_adapters_have_what_the_table_offers(name, monkeypatch):
+def test_adapters_have_what_the_table_offers(name):
     """Each adapter has all functions that the table `PROVIDERS` lists for it.
 
     An adapter is a module that calls the functions of a measured library. Libraries that need a GPU
     are replaced by mocks.
     """
     provider = PROVIDERS[name]
-    adapter = f"benchmarks.providers.{provider.adapter}"
-    for module in ("torch", *LIBRARIES[name]):
-        monkeypatch.setitem(sys.modules, module, unittest.mock.MagicMock())
-    sys.modules["torch"].autograd.Function = type("Function", (), {"apply": callable})
-    monkeypatch.delitem(sys.modules, adapter, raising=False)
     for op in (*provider.operations, *provider.blocks, *provider.losses, *provider.linear):
         assert callable(providers.function(name, op, "float32"))
-    del sys.modules[adapter]  # Do not leave mocks to other tests.
 
 
 @pytest.mark.parametrize(
@@ -319,23 +317,16 @@ def test_adapters_have_what_the_table_offers(name, monkeypatch):
         ("cce_unfiltered", "cut_cross_entropy", "linear_cross_entropy", {"filter_eps": None}),
     ],
 )
-def test_linear_losses_get_the_weight_as_torch_stores_it(
-    name, module, function, given, monkeypatch
-):
+@pytest.mark.usefixtures("mocked")
+def test_linear_losses_get_the_weight_as_torch_stores_it(name, module, function, given):
     """The benchmarks call a library's loss with the weight transposed, as torch stores it.
 
     Variants of the benchmark for the same library differ in the options that they pass.
     """
-    adapter = f"benchmarks.providers.{PROVIDERS[name].adapter}"
-    for each in ("torch", *LIBRARIES[name]):
-        monkeypatch.setitem(sys.modules, each, unittest.mock.MagicMock())
-    sys.modules["torch"].autograd.Function = type("Function", (), {"apply": callable})
-    monkeypatch.delitem(sys.modules, adapter, raising=False)
     x, weight, labels = (unittest.mock.MagicMock() for _ in range(3))
     providers.function(name, "linear_cross_entropy", "float32")(x, weight, labels)
     called = getattr(sys.modules[module], function)
     called.assert_called_once_with(x, weight.t(), labels, **given)
-    del sys.modules[adapter]
 
 
 #: Maps the number of axes of a block's arrays to a small shape.

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxnorm
 from benchmarks import language_models, models, profile, training
 from benchmarks.language_models import Model, train_step
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, Size, TrainingCell
@@ -25,9 +24,6 @@ TINY = {
     "llama": LLAMA,
     "llama-qk": dataclasses.replace(LLAMA, qk_norm=True),
 }
-has_rope = pytest.mark.skipif(
-    not hasattr(jaxnorm, "rms_norm_rope"), reason="jaxnorm.rms_norm_rope is not there"
-)
 
 
 # Each case: the variant, remat (a policy of rematerialisation), the kind of layers and the dtype.
@@ -41,10 +37,6 @@ CASES = [
     ("jaxnorm-products", "none", "unrolled", "float32"),
     ("jaxnorm-products", "dots", "unrolled", "float32"),
     ("jaxnorm-products", "none", "scan", "bfloat16"),
-]
-WITH_QK_NORMS = [
-    pytest.param("llama-qk", *case, marks=[has_rope] if case[0] == "jaxnorm-products" else [])
-    for case in (CASES[0], CASES[3], CASES[-1])
 ]
 
 
@@ -83,7 +75,7 @@ def bound(size, dtype):
         # Each kind of model runs with every variant, remat, kind of layers and dtype.
         *(("gpt2", *case) for case in [CASES[0], *CASES[1::2], CASES[-1]]),
         *(("llama", *case) for case in [*CASES[::2], CASES[3], CASES[5]]),
-        *WITH_QK_NORMS,
+        *(("llama-qk", *case) for case in (CASES[0], CASES[3], CASES[-1])),
     ],
 )
 def test_variants_are_one_function(kind, variant, remat, layers, dtype):

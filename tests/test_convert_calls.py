@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import normal
+from convert_cases import message_of, normal
 from flax import nnx
 
 import jaxnorm.equinox
@@ -113,8 +113,7 @@ def assert_as_accurate(ours, theirs, x, times=1):
 
 def assert_told(caplog, function, kind, subclass):
     """Assert that one warning names the module of class `kind` and the module of its subclass."""
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert message_of(caplog) == (
         f"jaxnorm.{function}: 1 modules call functions of calls: a ({kind}). 1 modules are left as "
         f"they are: b ({subclass} is a subclass of {kind}, which calls has)"
     )

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import each_norm, kernels_in, normal
+from convert_cases import each_norm, message_of, normal
+from programs import kernels_in
 from reference import SAFETY, unit_roundoff
 
 import jaxnorm.linen
@@ -157,8 +158,7 @@ def test_a_norm_with_a_named_axis_is_left(caplog):
     with jaxnorm.linen.converted():
         ours = mapped(x)
     jax.tree.map(np.testing.assert_array_equal, ours, mapped(x))
-    (record,) = caplog.records
-    assert "the module itself (axis_name='batch')" in record.getMessage()
+    assert "the module itself (axis_name='batch')" in message_of(caplog)
 
 
 def lost(variables, *path):
@@ -204,8 +204,7 @@ def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
     with jaxnorm.linen.converted():
         ours = jax.grad(loss)(variables)
     reference.assert_as_accurate(ours, theirs, in_double(jax.grad(loss), variables))
-    (record,) = caplog.records
-    assert record.getMessage() == f"jaxnorm.linen.converted: 1 of 2 {KEPT}first {REASON}"
+    assert message_of(caplog) == f"jaxnorm.linen.converted: 1 of 2 {KEPT}first {REASON}"
     assert ours["params"]["first"]["scale"][1] != 0
     with jaxnorm.linen.converted():
         assert saves(functools.partial(model.apply, variables), x) == ["input", "output"]
@@ -239,10 +238,9 @@ def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
 
     with jaxnorm.linen.converted(params=params):
         assert programs() == ["input", "output", "output"]
-    (record,) = caplog.records
     of_two = REASON.replace("2 of 16", "4 of 32")
     message = f"jaxnorm.linen.converted: 1 of 3 {KEPT}layers/LayerNorm_0 {of_two}"
-    assert record.getMessage() == message
+    assert message_of(caplog) == message
     # JAX traces the model again only if the set of norms that save their input has changed.
     with jaxnorm.linen.converted():
         assert programs() == ["output"] * 3
@@ -257,8 +255,7 @@ def test_norms_that_params_lack_are_named(caplog):
     params = {"first": variables["params"]["first"]}
     with jaxnorm.linen.converted(params=params):
         jax.eval_shape(model.apply, variables, x)
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert message_of(caplog) == (
         "jaxnorm.linen.converted: 1 of 2 norms were not looked at: second (params has no such norm)"
     )
 
@@ -277,9 +274,7 @@ def test_where_nothing_is_converted_it_says_so(caplog):
     model, x = nn.Sequential([nn.Dense(4), nn.BatchNorm(True)]), normal((6, 16))
     with jaxnorm.linen.converted():
         variables = model.init(jax.random.key(0), x)
-    (record,) = caplog.records
-    assert (record.name, record.levelname) == ("jaxnorm", "WARNING")
-    assert record.getMessage().startswith(
+    assert message_of(caplog).startswith(
         "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called inside it, "
         "only BatchNorm, Dense, Sequential; norms of other classes can call jaxnorm.layer_norm"
     )
@@ -295,9 +290,8 @@ def test_where_nothing_is_converted_it_says_so(caplog):
 def test_where_no_module_is_called_it_says_so(caplog):
     with jaxnorm.linen.converted():
         TwoNorms()
-    (record,) = caplog.records
-    assert "no linen module was called inside it" in record.getMessage()
-    assert "not around what makes a model" in record.getMessage()
+    assert "no linen module was called inside it" in message_of(caplog)
+    assert "not around what makes a model" in message_of(caplog)
 
 
 @pytest.mark.usefixtures("nothing_before")

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import each_norm, kernels_in, normal
+from convert_cases import each_norm, message_of, normal
 from flax import nnx
 from program_error import analyse, assert_analysed
+from programs import kernels_in
 
 import jaxnorm.nnx
 
@@ -216,8 +217,7 @@ def test_nothing_is_logged_where_all_is_converted(caplog):
 
 def test_a_model_without_such_norms_is_told(caplog):
     jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    (record,) = caplog.records
-    assert "Linear has no nnx.LayerNorm, RMSNorm or GroupNorm" in record.getMessage()
+    assert "Linear has no nnx.LayerNorm, RMSNorm or GroupNorm" in message_of(caplog)
 
 
 def lost(norm):
@@ -252,8 +252,7 @@ def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
     jaxnorm.nnx.convert(model)
     kept = {name for name, norm in model.items() if norm.save == "input"}
     assert kept == {"lost", "half", "rms", "stacked"}
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert message_of(caplog) == (
         'jaxnorm.nnx.convert: 4 of 7 norms keep their input, as with save="input": '
         "half (scales too small for float16 in 2 of 16 columns); "
         "lost (scales of 0, or far below the bias, in 2 of 16 columns); "
@@ -268,8 +267,7 @@ def test_what_is_left_and_what_keeps_its_input_are_one_line(caplog):
         nnx.LayerNorm(16, axis_name="batch", rngs=nnx.Rngs(0)),
     ]
     jaxnorm.nnx.convert(model)
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert message_of(caplog) == (
         "jaxnorm.nnx.convert: 1 of 2 norms are left to Flax: 1 (axis_name='batch'). 1 of 2 norms "
         'keep their input, as with save="input": 0 (scales of 0, or far below the bias, in 2 of 16 '
         "columns)"

@@ -78,20 +78,19 @@ class Module(NamedTuple):
         return self.apply(self.parameters, x, **call)
 
 
+def mapped(norm, function):
+    """Return `function`, under `jax.vmap` if the norm has an `axis_name`."""
+    return function if norm.axis_name is None else jax.vmap(function, axis_name=norm.axis_name)
+
+
 def linen(module, x=None, **fields):
     norm = module(**fields)
-    x = data() if x is None else x
+    init = mapped(norm, lambda x: norm.init(jax.random.key(1), x))
 
     def apply(variables, x, **call):
-        if norm.axis_name is None:
-            return norm.apply(variables, x, **call)
-        run = jax.vmap(lambda v, x: norm.apply(v, x, **call), axis_name=norm.axis_name)
-        return run(variables, x)
+        return mapped(norm, lambda v, x: norm.apply(v, x, **call))(variables, x)
 
-    if norm.axis_name is None:
-        return Module(norm, norm.init(jax.random.key(1), x), apply)
-    init = jax.vmap(lambda x: norm.init(jax.random.key(1), x), axis_name=norm.axis_name)
-    return Module(norm, init(x), apply)
+    return Module(norm, init(data() if x is None else x), apply)
 
 
 def of_nnx(module, x=None, **fields):
@@ -102,9 +101,7 @@ def of_nnx(module, x=None, **fields):
 
     def apply(state, x, **call):
         merged = nnx.merge(graph, state)
-        if norm.axis_name is None:
-            return merged(x, **call)
-        return jax.vmap(lambda x: merged(x, **call), axis_name=norm.axis_name)(x)
+        return mapped(norm, lambda x: merged(x, **call))(x)
 
     return Module(norm, state, apply)
 

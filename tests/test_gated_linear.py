@@ -112,6 +112,26 @@ def test_rows_of_nan_stay_where_they_are():
 # ----------------------------------------------------------------------- functions of users
 
 
+def assert_computes_with_gradients(ours, plain, *arrays):
+    """Assert that results and gradients are those of `plain`, and have the same dtypes.
+
+    The gradients are those of the arrays of floats, which come first.
+    """
+
+    def both(function):
+        @jax.jit
+        def run(*arrays):
+            floats = [a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)]
+            y, vjp = jax.vjp(lambda *a: function(*a, *arrays[len(a) :]), *floats)
+            return y, *vjp(jnp.ones_like(y))
+
+        return run
+
+    results = both(ours)(*arrays)
+    assert [a.dtype for a in results] == [a.dtype for a in jax.eval_shape(both(plain), *arrays)]
+    assert_computes(results, both(plain), *arrays, like=both(ours))
+
+
 @pytest.mark.parametrize("around", ["grad", "jit", "scan", "checkpoint"])
 def test_an_activation_closes_over_arrays(around):
     """An activation may close over traced arrays, which have gradients."""
@@ -174,17 +194,7 @@ def test_experts():
         h = jax.nn.silu(gate.astype(F32)) * up
         return jax.lax.ragged_dot(h.astype(BF16), weight.astype(BF16), sizes)
 
-    def both(function):
-        def run(*arrays):
-            y, vjp = jax.vjp(function, *arrays)
-            return y, *vjp(jnp.ones_like(y))
-
-        return run
-
-    arrays = gate, up, weight
-    results = both(ours)(*arrays)
-    assert [a.dtype for a in results] == [a.dtype for a in jax.eval_shape(both(plain), *arrays)]
-    assert_computes(results, both(plain), *arrays, like=both(ours))
+    assert_computes_with_gradients(ours, plain, gate, up, weight)
 
 
 def test_a_product_of_a_tree():
@@ -217,15 +227,5 @@ def test_a_product_of_a_tree():
         y = (h @ weight["bits"].astype(BF16)).astype(F32) * scale.astype(BF16)
         return (y + bias).astype(BF16)
 
-    def both(function):
-        @jax.jit
-        def run(*arrays):
-            y, vjp = jax.vjp(lambda *a: function(*a, arrays[-1]), *arrays[:-1])
-            return y, *vjp(jnp.ones_like(y))
-
-        return run
-
     arrays = x, weight["scale"], bias, jax.random.key(3)
-    results = both(function)(*arrays)
-    assert [a.dtype for a in results] == [a.dtype for a in jax.eval_shape(both(plain), *arrays)]
-    assert_computes(results, both(plain), *arrays, like=both(function))
+    assert_computes_with_gradients(function, plain, *arrays)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import assert_same, kernels_in, normal
+from convert_cases import assert_same, message_of, normal
 from flax import nnx
 from program_error import analyse, assert_analysed, assert_computes
-from programs import primitives
+from programs import kernels_in, primitives
 
 import jaxnorm.linen
 import jaxnorm.nnx
@@ -259,8 +259,7 @@ def test_a_linen_model_within_converted(caplog):
     assert_same(made, variables)
     assert found.count("jaxnorm.layer_norm") == 1
     assert_computes(ours, model.apply, variables, X, like=converted)
-    (record,) = caplog.records
-    assert 'keep their input, as with save="input"' in record.getMessage()
+    assert 'keep their input, as with save="input"' in message_of(caplog)
 
 
 def test_an_nnx_model_is_converted(caplog):

@@ -24,20 +24,17 @@ from functions import layer_of_a_teacher, scales_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import linear_mixture
-from meshes import KINDS, Case, collectives, in_shards, mesh_of
+from meshes import KINDS, Case, collectives, eight_devices, in_shards, mesh_of
 from pairs import each_pair
 from program_error import analyse, assert_analysed, assert_computes
+from programs import kernels_in
 from stand_in import Kernels, as_default
 
 import jaxnorm
 from benchmarks.hlo import _computations
 from jaxnorm import rms_norm_linear
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
-    pytest.mark.usefixtures("quick_to_compile"),
-]
+pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
 
 MESH = {"data": 4, "model": 2}
 D, F, V = 16, 32, 64
@@ -174,9 +171,19 @@ def check(results, name, order=1):
     assert_analysed(results, on_one_device(name, order))
 
 
-def placed(name, mesh, x, weight):
-    specs = LAYERS[name].specs(x, weight)
-    return in_shards(operands_of(name), mesh, specs), specs
+def placed(name, kind, layout):
+    """Return three things: a mesh, the operands sharded over it, and their shardings."""
+    mesh, specs = mesh_of(Case("", MESH, P()), kind), LAYERS[name].specs(layout.x, layout.weight)
+    return mesh, in_shards(operands_of(name), mesh, specs), specs
+
+
+def over_shards(function, mesh, specs, *axes, reduce=jax.lax.psum):
+    """Return `function` inside `jax.shard_map`, with its result reduced over mesh axes."""
+
+    def run(*shards):
+        return reduce(function(*shards), axes)
+
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=P())
 
 
 @pytest.fixture(autouse=True)
@@ -280,8 +287,7 @@ def test_layouts(name, layout, kind):
     if a requested sharding requires this.
     """
     its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
-    mesh = mesh_of(Case("", MESH, P()), kind)
-    sharded, specs = placed(name, mesh, its.x, its.weight)
+    mesh, sharded, specs = placed(name, kind, its)
     lies = tuple(NamedSharding(mesh, specs[i]) for i in floats(name))
     step = step_of(name, **({"out_sharding": its.out} if its.out and is_explicit else {}))
     outs = None if is_explicit else (NamedSharding(mesh, P()), lies)
@@ -335,8 +341,8 @@ def exchanged(lines):
     ],
 )
 def test_second_order(name, layout):
-    its, mesh = LAYOUTS[name][layout], mesh_of(Case("", MESH, P()), "explicit")
-    sharded, _ = placed(name, mesh, its.x, its.weight)
+    its = LAYOUTS[name][layout]
+    _, sharded, _ = placed(name, "explicit", its)
     options = {"out_sharding": its.out} if its.out else {}
     check(jax.jit(step_of(name, 2, **options))(*sharded), name, 2)
 
@@ -344,7 +350,8 @@ def test_second_order(name, layout):
 def test_explicit_and_auto_axes():
     types = (AxisType.Explicit, AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    sharded, _ = placed("gated_linear", mesh, P("data"), P())
+    specs = LAYERS["gated_linear"].specs(P("data"), P())
+    sharded = in_shards(operands_of("gated_linear"), mesh, specs)
     with jax.set_mesh(mesh):
         check(jax.jit(step_of("gated_linear"))(*sharded), "gated_linear")
 
@@ -384,8 +391,7 @@ def on_shards(name, layout, **options):
 
     In the layout "FSDP over d", `jax.shard_map` gathers all operands except the first two.
     """
-    its, mesh = LAYOUTS[name][layout], mesh_of(Case("", MESH, P()), "manual")
-    sharded, specs = placed(name, mesh, its.x, its.weight)
+    mesh, sharded, specs = placed(name, "manual", LAYOUTS[name][layout])
     function = gated_on_shards if name == "gated_linear" else norm_on_shards
     if layout == "FSDP over d":
         specs = [*specs[:2], P(), P(), P()]
@@ -404,9 +410,7 @@ def test_gated_linear_on_shards(layout):
 def test_the_norm_s_kernel_gets_shards(layout, kind):
     name = "rms_norm_linear"
     on_one_device(name, 1)  # Cache the expected results of XLA's code.
-    its = NORM[layout]
-    function = norm_loss
-    sharded, _ = placed(name, mesh_of(Case("", MESH, P()), kind), its.x, its.weight)
+    function, (_, sharded, _) = norm_loss, placed(name, kind, NORM[layout])
     if kind == "manual":
         function, sharded = on_shards(name, layout)
     with as_default(Kernels()) as kernels:
@@ -416,9 +420,9 @@ def test_the_norm_s_kernel_gets_shards(layout, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_kernel_gets_no_part_of_x_s_columns(kind):
-    name, its = "rms_norm_linear", NORM["x over d"]
+    name = "rms_norm_linear"
     on_one_device(name, 1)
-    sharded, _ = placed(name, mesh_of(Case("", MESH, P()), kind), its.x, its.weight)
+    _, sharded, _ = placed(name, kind, NORM["x over d"])
     with as_default(Kernels()) as kernels:
         check(jax.jit(step_of(name))(*sharded), name)
     assert not kernels.shapes
@@ -457,8 +461,7 @@ def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_the_kernel_of_norm_and_product_is_not_partitioned(product_kernel, kind):
-    mesh, its = mesh_of(Case("", MESH, P()), kind), NORM["rows and n"]
-    (x, _, weight, *_), _ = placed("rms_norm_linear", mesh, its.x, its.weight)
+    _, (x, _, weight, *_), _ = placed("rms_norm_linear", kind, NORM["rows and n"])
     named = functools.partial(rms_norm_linear, implementation="mosaic")
     message = (
         r"^rms_norm_linear: implementation='mosaic' is a kernel of whole arrays, .* a mesh with "
@@ -474,20 +477,11 @@ def test_the_kernel_of_norm_and_product_is_not_partitioned(product_kernel, kind)
 @pytest.mark.parametrize("name", ["none", "log_prob", "several", "divergence"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_of_rows(kind, name):
-    its, mesh = (
-        LOSS["rows" if kind == "manual" else "rows and V"],
-        mesh_of(Case("", MESH, P()), kind),
-    )
-    sharded, specs = placed(name, mesh, its.x, its.weight)
+    its = LOSS["rows" if kind == "manual" else "rows and V"]
+    mesh, sharded, specs = placed(name, kind, its)
     function = LAYERS[name].loss
     if kind == "manual":
-        inner = function
-        function = jax.shard_map(
-            lambda *shards: summed(inner(*shards), "data", "model"),
-            mesh=mesh,
-            in_specs=tuple(specs),
-            out_specs=P(),
-        )
+        function = over_shards(function, mesh, specs, "data", "model")
     check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), name)
 
 
@@ -497,16 +491,10 @@ def test_kernels_get_chunks_of_shards(kind, layout, name):
 
     Each sum over classes then needs an exchange between devices, which a kernel cannot do.
     """
-    mesh, function = mesh_of(Case("", MESH, P()), kind), LAYERS[name].loss
-    sharded, _ = placed(name, mesh, LOSS[layout].x, LOSS[layout].weight)
+    function, (mesh, sharded, _) = LAYERS[name].loss, placed(name, kind, LOSS[layout])
     if kind == "manual":
-        inner = function
-        function = jax.shard_map(
-            lambda *shards: summed(inner(*shards), "data"),
-            mesh=mesh,
-            in_specs=(P("data"), P(), P(), P("data")),
-            out_specs=P(),
-        )
+        specs = P("data"), P(), P(), P("data")
+        function = over_shards(function, mesh, specs, "data")
     with as_default(Kernels()) as kernels:
         jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded)
     chunks = [] if layout == "rows and V" and kind != "manual" else [(4, V)]
@@ -519,14 +507,8 @@ def test_a_mean_inside_shard_map(name):
 
     The gradients of replicated operands are summed over the devices.
     """
-    mesh, loss = mesh_of(Case("", MESH, P()), "auto"), LAYERS[name].loss
-    sharded, specs = placed(name, mesh, P("data", "model"), P())
-    mapped = jax.shard_map(
-        lambda *shards: jax.lax.pmean(loss(*shards), ("data", "model")),
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=P(),
-    )
+    loss, (mesh, sharded, specs) = LAYERS[name].loss, placed(name, "auto", LOSS["rows"])
+    mapped = over_shards(loss, mesh, specs, "data", "model", reduce=jax.lax.pmean)
 
     def whole(x, weight, bias, labels):
         parts = [np.s_[i : i + 2, j : j + 6] for i in range(0, 8, 2) for j in (0, 6)]
@@ -540,8 +522,8 @@ def test_a_mean_inside_shard_map(name):
 
 
 def gated_operands(layout, kind="explicit"):
-    mesh, its = mesh_of(Case("", MESH, P()), kind), GATED[layout]
-    return mesh, *placed("gated_linear", mesh, its.x, its.weight)[0]
+    mesh, sharded, _ = placed("gated_linear", kind, GATED[layout])
+    return mesh, *sharded
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -627,5 +609,4 @@ def test_the_kernel_of_norm_and_product_lowers_on_shards():
     named = functools.partial(rms_norm_linear, activation="gelu", implementation="mosaic")
     shards = jax.shard_map(named, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
     shapes = ((8192, 1024), "bfloat16"), ((1024, 1024), "bfloat16"), ((1024,), "float32")
-    traced = jax.jit(shards).trace(*[jax.ShapeDtypeStruct(*shape) for shape in shapes])
-    assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert kernels_in(shards, *[jax.ShapeDtypeStruct(*shape) for shape in shapes])

@@ -59,18 +59,9 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     gradient, gradient_bound = GRADIENTS[name]
     y_dtype = d.dtype.name
 
-    def call(x, bias):
-        return function(
-            x,
-            where=where,
-            scale=scale,
-            bias=bias,
-            causal=causal,
-            dtype=y_dtype,
-            implementation=implementation,
-        )
-
-    y, vjp = jax.vjp(call, x, bias)
+    options = {"where": where, "scale": scale, "causal": causal, "dtype": y_dtype}
+    call = functools.partial(function, implementation=implementation, **options)
+    y, vjp = jax.vjp(lambda x, bias: call(x, bias=bias), x, bias)
     dx, dbias = vjp(d)
     assert (y.dtype, dx.dtype, dbias.dtype) == (d.dtype, x.dtype, bias.dtype)
     assert (dx.shape, dbias.shape) == (x.shape, bias.shape)

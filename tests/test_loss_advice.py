@@ -90,6 +90,16 @@ def reports(before, after, x, weight):
     return report(before), report(after)
 
 
+def check(before, after, function, *dtypes):
+    """Assert that a report advises only to use `function`, and that the advice is true.
+
+    `dtypes` are the dtypes of x and of the weight. Return the rows of the report with this advice.
+    """
+    both = reports(before, after, *operands(*dtypes))
+    assert_all_true(*both, function)
+    return told(both[0])
+
+
 @each_pair("loss is_wide dtype", [*LOSSES, ours], [True, False], ["float32", "bfloat16"])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
     """A matmul followed by a loss gets the advice.
@@ -101,9 +111,7 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
         logits = x @ weight
         return loss(logits.astype(jnp.float32) if is_wide else logits, labels)
 
-    assert_all_true(
-        *reports(before, LINEAR, *operands(dtype, dtype)), "linear_softmax_cross_entropy"
-    )
+    check(before, LINEAR, LINEAR.__name__, dtype, dtype)
 
 
 @each_pair("is_product is_wide dtype", [True, False], [True, False], ["float32", "bfloat16"])
@@ -154,8 +162,7 @@ def test_a_tied_embedding_in_float32():
         weight_of_16_bits = weight.astype(jnp.bfloat16)
         return LINEAR(hidden(x, weight.T, labels), weight_of_16_bits, labels, bias=bias)
 
-    both = reports(before, after, *operands("bfloat16", "float32"))
-    assert_all_true(*both, "linear_softmax_cross_entropy")
+    check(before, after, LINEAR.__name__, "bfloat16", "float32")
 
 
 def waves(logits):
@@ -176,8 +183,7 @@ def test_logits_that_are_no_product(loss):
     def after(x, weight, labels):
         return ours(waves(x @ weight), labels)
 
-    both = reports(before, after, *operands("bfloat16", "bfloat16"))
-    assert_all_true(*both, OURS.__name__)
+    check(before, after, OURS.__name__, "bfloat16", "bfloat16")
 
 
 def capped(logits):
@@ -198,9 +204,8 @@ def test_a_softcap_before_the_loss(loss, cap, dtype):
     def after(x, weight, labels):
         return LINEAR(x, weight, labels, logit_softcap=30.0)
 
-    both = reports(before, after, *operands(dtype, dtype))
-    assert_all_true(*both, "linear_softmax_cross_entropy")
-    assert all("logit_softcap=30" in row.advice for row in told(both[0]))
+    rows = check(before, after, LINEAR.__name__, dtype, dtype)
+    assert all("logit_softcap=30" in row.advice for row in rows)
 
 
 @pytest.mark.parametrize("loss", [of_optax, of_one_hot, ours])
@@ -211,8 +216,7 @@ def test_a_softcap_of_logits_that_are_no_product(loss):
     def after(x, weight, labels):
         return OURS(waves(x @ weight), labels, logit_softcap=30.0).mean()
 
-    both = reports(before, after, *operands("bfloat16", "bfloat16"))
-    assert_all_true(*both, OURS.__name__)
+    check(before, after, OURS.__name__, "bfloat16", "bfloat16")
 
 
 def test_a_softcap_of_log_probabilities():
@@ -222,8 +226,7 @@ def test_a_softcap_of_log_probabilities():
     def after(x, weight, labels):
         return ratios(jaxnorm.linear_log_prob_and_entropy(x, weight, labels, logit_softcap=30.0))
 
-    both = reports(before, after, *operands("float32", "float32"))
-    assert_all_true(*both, "linear_log_prob_and_entropy")
+    check(before, after, "linear_log_prob_and_entropy", "float32", "float32")
 
 
 @pytest.mark.parametrize("is_capped", [True, False])
@@ -241,9 +244,8 @@ def test_logits_without_the_last_position(is_capped):
     def after(x, weight, labels):
         return LINEAR(x[:-1], weight, labels[1:], logit_softcap=30.0 if is_capped else None)
 
-    both = reports(before, after, *operands("bfloat16", "bfloat16"))
-    assert_all_true(*both, "linear_softmax_cross_entropy")
-    assert all("slice the matmul's input" in row.advice for row in told(both[0]))
+    rows = check(before, after, LINEAR.__name__, "bfloat16", "bfloat16")
+    assert all("slice the matmul's input" in row.advice for row in rows)
 
 
 def test_capped_logits_that_something_else_takes():
@@ -295,8 +297,7 @@ def test_logits_that_something_else_takes():
         logits = x @ weight
         return ours(logits, labels) * (jnp.argmax(logits, -1) == labels).mean()
 
-    both = reports(loss_with(of_optax), after, *operands("bfloat16", "bfloat16"))
-    assert_all_true(*both, "softmax_cross_entropy_with_integer_labels")
+    check(loss_with(of_optax), after, OURS.__name__, "bfloat16", "bfloat16")
 
 
 def test_logits_that_are_returned():

@@ -4,6 +4,7 @@ Cotangents and tangents of masked entries are set to 0. Without this, the sums o
 softmax's derivative would spread a NaN to all entries of the row.
 """
 
+import functools
 import itertools
 
 import jax
@@ -135,16 +136,11 @@ OF_CLASSES = CLASS_MASK | (np.arange(CLASSES) == LABELS[:, None])  # labels are 
 POSITIONS = np.arange(ROWS) % 2 == 0
 OF_POSITIONS = np.broadcast_to(POSITIONS[:, None], CLASS_MASK.shape)
 
+cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
 LOSSES = {
-    "cross_entropy": lambda x, where, **o: jaxnorm.softmax_cross_entropy_with_integer_labels(
-        x, LABELS, where=where, z_loss=0.1, **o
-    ),
-    "capped cross_entropy": lambda x, where, **o: jaxnorm.softmax_cross_entropy_with_integer_labels(
-        x, LABELS, where=where, logit_softcap=2.0, **o
-    ),
-    "log_prob_and_entropy": lambda x, where, **o: jaxnorm.log_prob_and_entropy(
-        x, LABELS, where=where, **o
-    ),
+    "cross_entropy": functools.partial(cross_entropy, z_loss=0.1),
+    "capped cross_entropy": functools.partial(cross_entropy, logit_softcap=2.0),
+    "log_prob_and_entropy": jaxnorm.log_prob_and_entropy,
 }
 losses = pytest.mark.parametrize("name", LOSSES)
 where_of_losses = pytest.mark.parametrize(
@@ -164,7 +160,8 @@ def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
     The gradients of all classes of a masked position are 0, too.
     """
     x = data((ROWS, CLASSES), "float32")
-    y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)
+    given = {"where": where, "implementation": implementation}
+    y, pullback = jax.vjp(lambda x: LOSSES[name](x, LABELS, **given), x)
     (dx,) = pullback(jax.tree.map(lambda a: jnp.full_like(a, bad), y))
     np.testing.assert_array_equal(np.asarray(dx)[~kept], 0)
 
@@ -177,7 +174,7 @@ def test_tangents_of_a_loss(name, where, kept, bad):
     x = data((ROWS, CLASSES), "float32")
 
     def function(x):
-        return LOSSES[name](x, where)
+        return LOSSES[name](x, LABELS, where=where)
 
     t = jnp.cos(x)
     along, clean = (
@@ -189,26 +186,20 @@ def test_tangents_of_a_loss(name, where, kept, bad):
         assert np.isfinite(ours).all()
 
 
+REDUCTIONS = ["mean", "sum", "none"]
 LINEAR = {
-    "mean": lambda x, w, where: jaxnorm.linear_softmax_cross_entropy(
-        x, w, LABELS, where=where, chunk=3
-    ),
-    "sum": lambda x, w, where: jaxnorm.linear_softmax_cross_entropy(
-        x, w, LABELS, where=where, chunk=3, reduction="sum"
-    ),
-    "none": lambda x, w, where: jaxnorm.linear_softmax_cross_entropy(
-        x, w, LABELS, where=where, chunk=3, reduction="none"
-    ),
-    "log_prob": lambda x, w, where: jaxnorm.linear_log_prob_and_entropy(
-        x, w, LABELS, where=where, chunk=3
-    ),
+    **{
+        reduction: functools.partial(jaxnorm.linear_softmax_cross_entropy, reduction=reduction)
+        for reduction in REDUCTIONS
+    },
+    "log_prob": jaxnorm.linear_log_prob_and_entropy,
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize(
     ("name", "weighs"),
-    [*itertools.product(LINEAR, [False]), *itertools.product(["mean", "sum", "none"], [True])],
+    [*itertools.product(LINEAR, [False]), *itertools.product(REDUCTIONS, [True])],
 )
 def test_rows_that_a_linear_loss_leaves_out(name, bad, weighs):
     """Masked rows of a linear loss have no effect, whatever their x and (co)tangents are."""
@@ -216,10 +207,12 @@ def test_rows_that_a_linear_loss_leaves_out(name, bad, weighs):
     w = data((16, CLASSES), "float32", scale=0.1)
     x, counts = data((ROWS, 16), "float32", seed=1), POSITIONS[:, None]
 
+    function = functools.partial(LINEAR[name], labels=LABELS, where=where, chunk=3)
+
     def run(other):
         x_, tx = (jnp.where(counts, a, other) for a in (x, jnp.cos(x)))
-        y, along = jax.jvp(lambda x, w: LINEAR[name](x, w, where), (x_, w), (tx, jnp.sin(w)))
-        _, pullback = jax.vjp(lambda x, w: LINEAR[name](x, w, where), x_, w)
+        y, along = jax.jvp(function, (x_, w), (tx, jnp.sin(w)))
+        _, pullback = jax.vjp(function, x_, w)
         d = jax.tree.map(lambda a: jnp.where(POSITIONS, 1, other) if a.ndim else a, y)
         return jax.tree.leaves((y, along, pullback(jax.tree.map(jnp.float32, d))))
 

@@ -64,6 +64,10 @@ def unrolled(block, w, x):
     return jnp.sum(x.astype(jnp.float32))
 
 
+def report_of(block, stack=scan):
+    return memory_report(functools.partial(stack, block), weights(), X)
+
+
 def gpt2(x, w, *, activation=jax.nn.gelu, has_bias=True, followed=False):
     h = x @ w["up"]
     if has_bias:
@@ -179,9 +183,7 @@ FOLLOWED = {
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_advice_is_true(name, stack):
-    before, after = (
-        memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
-    )
+    before, after = (report_of(one, stack) for one in FOLLOWED[name])
     assert_true(before, after, name.split(",")[0])
 
 
@@ -197,16 +199,13 @@ def test_a_result_that_is_cast_to_more_bits():
         y = y.astype(jnp.float32)
         return x + jnp.sin(y).astype(x.dtype) @ w["down"]
 
-    before, after = (
-        memory_report(functools.partial(scan, functools.partial(step, one)), weights(), X)
-        for one in (norm, jaxnorm.rms_norm)
-    )
+    before, after = (report_of(functools.partial(step, n)) for n in (norm, jaxnorm.rms_norm))
     assert_true(before, after, "rms_norm")
     assert not any("dtype" in row.advice for row in told(before, "rms_norm"))
 
 
 def test_lines_are_the_user_s():
-    report = memory_report(functools.partial(scan, block), weights(), X)
+    report = report_of(block)
     names = {re.fullmatch(r"(\S+):(\d+) \((\S+)\)", row.source).group(1, 3) for row in report}
     assert names <= {(__file__.rpartition("/")[2], n) for n in ("norm", "gated", "block", "scan")}
     (silu, *_) = [row for row in report if row.made_by == "logistic"]
@@ -241,14 +240,13 @@ def test_what_a_scan_keeps_twice(one):
 
     Outside of a loop, XLA needs no copy for a reshape. So there is no such advice there.
     """
-    f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
-    before, after = (memory_report(step, weights(), X) for step in f)
+    before, after = report_of(one), report_of(functools.partial(one, followed=True))
     (row,) = told(before)
     assert "put it and what takes it into one jax.checkpoint" in row.advice
     assert before.total - after.total == row.saves == row.bytes
     assert not told(after)
     if one is reshaped:
-        assert not told(memory_report(functools.partial(unrolled, one), weights(), X))
+        assert not told(report_of(one, unrolled))
 
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
@@ -380,10 +378,7 @@ def test_equal_arrays_are_one_row():
     assert logistic.bytes == TWELVE * 256 * INNER * 4
     assert report.total == sum(row.bytes for row in report.rows)
     assert report.saves == sum(row.saves for row in report.rows)
-    (scanned,) = [
-        row for row in memory_report(functools.partial(scan, block), weights(), X)
-        if row.made_by == "logistic"
-    ]  # fmt: skip
+    (scanned,) = [row for row in report_of(block) if row.made_by == "logistic"]
     assert (scanned.count, scanned.layers, scanned.shape) == (LAYERS, LAYERS, (3, TOKENS, INNER))
 
 
@@ -415,7 +410,7 @@ def test_what_is_printed():
 
 
 def test_the_table():
-    report = memory_report(functools.partial(scan, block), weights(), X)
+    report = report_of(block)
     text = report.table()
     assert "bfloat16[3,64,128]" in text
     assert len(text.splitlines()) == len(report) + 1
@@ -443,7 +438,7 @@ def test_long_names_are_cut():
 
 
 def test_in_a_notebook():
-    report = memory_report(functools.partial(scan, block), weights(), X)
+    report = report_of(block)
     html = report._repr_html_()
     assert html.startswith("<table>")
     assert html.count("<tr>") == len(report) + 1
@@ -552,13 +547,9 @@ def test_norms_of_the_user_s_own(name, stack):
     def step(norm, x, w):
         return x + jnp.sin(norm(x, w["scale"]) @ w["up"]) @ w["down"]
 
-    before, after = (
-        memory_report(functools.partial(stack, functools.partial(step, one)), weights(), X)
-        for one in OWN_NORMS[name]
-    )
+    before, after = (report_of(functools.partial(step, n), stack) for n in OWN_NORMS[name])
     function = OWN_NORMS[name][1]
-    function = getattr(function, "func", function).__name__
-    assert_all_true(before, after, function)
+    assert_all_true(before, after, getattr(function, "func", function).__name__)
 
 
 def test_primitives_that_recognisers_look_for():

@@ -60,17 +60,9 @@ def gradients(dtype, scale, bias, *, save="output", p_dtype="float32", x=None, d
 
     _, vjp = jax.vjp(call, x, scale)
     dx, dscale = vjp(d)
-    ref = Norm(
-        exact(x),
-        exact(scale),
-        np.zeros(COLS) if bias is None else exact(bias),
-        exact(d),
-        bias is not None,
-        1e-6,
-        save,
-        dtype,
-        dtype,
-    )
+    x, scale, d = map(exact, (x, scale, d))
+    of_bias = np.zeros(COLS) if bias is None else exact(bias)
+    ref = Norm(x, scale, of_bias, d, bias is not None, 1e-6, save, dtype, dtype)
     return dx, dscale, ref
 
 

@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from programs import kernels_in, text_for_cuda
 from stand_in import StandIn, as_default
 
 import jaxnorm
@@ -32,16 +33,10 @@ def gradient(function):
     return jax.grad(lambda x: function(x).astype(jnp.float32).sum())
 
 
-def kernels(function, *operands):
-    """Return the number of Mosaic kernels of `function`, lowered for CUDA."""
-    lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
-
-
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
 def test_lowered_for_cuda_a_call_is_a_kernel(function):
-    assert kernels(function, SHAPE) == 1
-    assert kernels(gradient(function), SHAPE) == 2
+    assert kernels_in(function, SHAPE) == 1
+    assert kernels_in(gradient(function), SHAPE) == 2
 
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
@@ -59,8 +54,8 @@ def test_layers_have_the_passes_of_the_first(function):
 
 def kernel_shapes(function, *operands):
     """Return the type of the first result of each Mosaic kernel, as text."""
-    lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
-    return re.findall(r"custom_call @mosaic_gpu.*-> \(?tensor<([^>]*)>", lowered.as_text())
+    text = text_for_cuda(function, *operands)
+    return re.findall(r"custom_call @mosaic_gpu.*-> \(?tensor<([^>]*)>", text)
 
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
@@ -100,8 +95,8 @@ def test_gradients_for_each_example_are_kernels():
     x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((1024,), jnp.float32)
     of_x, of_both = (jax.vmap(jax.grad(loss, wrt), (0, None)) for wrt in (0, (0, 1)))
-    assert kernels(of_x, x, scale) == 2
-    assert kernels(of_both, x, scale) == 2
+    assert kernels_in(of_x, x, scale) == 2
+    assert kernels_in(of_both, x, scale) == 2
 
 
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm])
@@ -114,25 +109,25 @@ def test_an_axis_that_is_not_the_last_has_kernels(function):
     x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
     for axis in (0, 1, (0, 2)):
         forced = functools.partial(function, axis=axis, implementation="mosaic")
-        assert kernels(gradient(forced), x) == 2
+        assert kernels_in(gradient(forced), x) == 2
         chosen = functools.partial(function, axis=axis)
         takes_strips = function is jaxnorm.layer_norm and axis != (0, 2)
-        assert kernels(gradient(chosen), x) == (2 if takes_strips else 0)
+        assert kernels_in(gradient(chosen), x) == (2 if takes_strips else 0)
     plan = jaxnorm.implementation_for(
         function.__name__, x.shape, x.dtype, axis=(0, 2), platform="cuda"
     )
     assert "not the last" in str(plan)
     # A last axis of size 1 needs no transpose.
     x = jax.ShapeDtypeStruct((64, 128, 1024, 1), jnp.bfloat16)
-    assert kernels(gradient(functools.partial(function, axis=2)), x) == 2
+    assert kernels_in(gradient(functools.partial(function, axis=2)), x) == 2
 
 
 @pytest.mark.parametrize("rows", [1024, 2048])
 def test_a_small_norm_with_no_backward_to_come_is_xla_s(rows):
     x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
-    assert kernels(rms_norm, x) == (rows > 1024)
-    assert kernels(gradient(rms_norm), x) == 2
-    assert kernels(jaxnorm.softmax, x) == 1
+    assert kernels_in(rms_norm, x) == (rows > 1024)
+    assert kernels_in(gradient(rms_norm), x) == 2
+    assert kernels_in(jaxnorm.softmax, x) == 1
 
 
 def test_what_the_kernels_cannot_or_should_not_do_is_xla():
@@ -142,13 +137,13 @@ def test_what_the_kernels_cannot_or_should_not_do_is_xla():
     norm of a single very long row.
     """
     few = jax.ShapeDtypeStruct((4096, 4), jnp.bfloat16)
-    assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), SHAPE) == 1
-    assert kernels(lambda x: jaxnorm.softmax(x, where=x > 0), few) == 0
+    assert kernels_in(lambda x: jaxnorm.softmax(x, where=x > 0), SHAPE) == 1
+    assert kernels_in(lambda x: jaxnorm.softmax(x, where=x > 0), few) == 0
     # Only the forward runs a kernel. For the backward of a single row, XLA's code is faster than a
     # kernel.
-    assert kernels(gradient(rms_norm), jax.ShapeDtypeStruct((1, 65536), jnp.bfloat16)) == 1
+    assert kernels_in(gradient(rms_norm), jax.ShapeDtypeStruct((1, 65536), jnp.bfloat16)) == 1
     with jax.enable_x64(True):
-        assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1024), jnp.float64)) == 0
+        assert kernels_in(rms_norm, jax.ShapeDtypeStruct((4096, 1024), jnp.float64)) == 0
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")])
@@ -165,7 +160,7 @@ def test_another_gpu_runs_no_mosaic(monkeypatch):
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
     assert plan.forward.name != "mosaic"  # Triton runs if it is installed.
     assert "compute capability 9.0" in plan.forward.reason
-    assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1032), jnp.bfloat16)) == 0
+    assert kernels_in(rms_norm, jax.ShapeDtypeStruct((4096, 1032), jnp.bfloat16)) == 0
 
 
 def test_a_jaxlib_without_the_backend_runs_xla(monkeypatch):

@@ -60,6 +60,15 @@ def assert_close(ours, theirs, magnified=1.0):
         assert_within(a, exact(b), ROUNDING * magnified * np.abs(exact(b)).max())
 
 
+def assert_recipe(name, plain, params, *arguments, magnified=1.0, **options):
+    """Assert that a loss of docs/recipes.md has the value and the gradient of a loss in plain JAX.
+
+    The recipe takes `params` and the arguments. The plain loss takes only `params`.
+    """
+    ours = jax.value_and_grad(page("recipes")[name])(params, *arguments, **options)
+    assert_close(ours, jax.value_and_grad(plain)(params), magnified)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_norms_with_a_gate(groups):
     """The recipes for gated norms have the results of plain JAX.
@@ -153,8 +162,7 @@ def test_tied_embeddings():
         head = params["embedding"].T
         return losses_of(hidden, params["scale"], head, tokens[:, 1:]).mean()
 
-    ours = jax.value_and_grad(page("recipes")["tied_loss"])(params, tokens)
-    assert_close(ours, jax.value_and_grad(plain)(params))
+    assert_recipe("tied_loss", plain, params, tokens)
 
 
 def test_gradient_accumulation():
@@ -189,9 +197,7 @@ def answers(*shape):
 
 def log_probs_of(params, tokens, answer):
     """Compute log-probabilities of all tokens but the first, and entropies, in plain JAX."""
-    hidden = params["embedding"][tokens[..., :-1]]
-    rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
-    logp = jax.nn.log_softmax(hidden * rstd * params["scale"] @ params["head"])
+    logp = jax.nn.log_softmax(hidden_of(params, tokens[..., :-1]) @ params["head"])
     chosen = jnp.take_along_axis(logp, tokens[..., 1:, None], -1)[..., 0]
     return (jnp.where(answer[..., 1:], a, 0) for a in (chosen, -jnp.sum(jnp.exp(logp) * logp, -1)))
 
@@ -221,8 +227,7 @@ def test_grpo():
     assert 0.1 < np.mean((ratios > 0.8) & (ratios < 1.2)) < 0.9
     assert ratios.min() < 0.8
     assert ratios.max() > 1.2
-    ours = jax.value_and_grad(page("recipes")["grpo_loss"])(params, batch)
-    assert_close(ours, jax.value_and_grad(plain)(params))
+    assert_recipe("grpo_loss", plain, params, batch)
 
 
 def test_dpo():
@@ -235,8 +240,7 @@ def test_dpo():
         chosen, rejected = of_answers - of_reference
         return jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))).mean()
 
-    ours = jax.value_and_grad(page("recipes")["dpo_loss"])(params, reference, tokens, answer)
-    assert_close(ours, jax.value_and_grad(plain)(params))
+    assert_recipe("dpo_loss", plain, params, reference, tokens, answer)
 
 
 def test_a_policy_gradient_with_an_entropy_bonus():
@@ -247,9 +251,7 @@ def test_a_policy_gradient_with_an_entropy_bonus():
         log_prob, entropy = log_probs_of(params, tokens, answer)
         return -(advantages * log_prob + 0.01 * entropy).sum() / answer[:, 1:].sum()
 
-    loss = page("recipes")["policy_gradient_loss"]
-    ours = jax.value_and_grad(loss)(params, tokens, answer, advantages)
-    assert_close(ours, jax.value_and_grad(plain)(params))
+    assert_recipe("policy_gradient_loss", plain, params, tokens, answer, advantages)
 
 
 def hidden_of(params, tokens):
@@ -268,9 +270,7 @@ def test_several_candidates():
         ours, its = (jnp.take_along_axis(p, candidates, -1) for p in log_p)
         return -jax.nn.log_softmax(0.1 * (ours - its))[:, 0].mean()
 
-    loss = page("recipes")["candidates_loss"]
-    ours = jax.value_and_grad(loss)(params, reference, tokens, candidates)
-    assert_close(ours, jax.value_and_grad(plain)(params))
+    assert_recipe("candidates_loss", plain, params, reference, tokens, candidates)
 
 
 def log_softmaxes(params, tokens, temperature=1.0):
@@ -285,14 +285,13 @@ def test_on_policy_distillation():
         divergences = jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1)
         return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
 
-    loss = page("recipes")["distillation_loss"]
-    ours = jax.value_and_grad(loss)(params, teacher, tokens, answer, temperature=2.0)
     # A term of the divergence contains a difference of two log-probabilities. The error of a
     # log-probability is proportional to its magnitude, which may be much larger than the
     # difference. So the difference may have a large relative error.
     log_q, log_p = (exact(log_softmaxes(p, tokens, 2.0)) for p in (params, teacher))
     magnified = (np.abs(log_q) + np.abs(log_p)).max() / np.abs(log_q - log_p).max()
-    assert_close(ours, jax.value_and_grad(plain)(params), magnified)
+    given = {"temperature": 2.0, "magnified": magnified}
+    assert_recipe("distillation_loss", plain, params, teacher, tokens, answer, **given)
 
 
 def test_the_top_k_of_a_teacher():
@@ -306,9 +305,7 @@ def test_the_top_k_of_a_teacher():
         divergences = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
         return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
 
-    loss = page("recipes")["top_k_loss"]
-    ours = jax.value_and_grad(loss)(params, tokens, answer, top_tokens, top_log_prob)
-    assert_close(ours, jax.value_and_grad(plain)(params))
+    assert_recipe("top_k_loss", plain, params, tokens, answer, top_tokens, top_log_prob)
 
 
 def test_jensen_shannon():

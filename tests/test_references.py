@@ -71,22 +71,12 @@ def add_norm(x, residual, scale, bias=None, gate=1.0):
     return norm(h, scale, bias), h
 
 
-def norm_add_norm(x, residual, scale, next_scale):
-    h = residual + norm(x, scale)
-    return norm(h, next_scale), h
-
-
 def gated(x, gate, scale, norm_before_gate):
     return functions.gated(x, gate, scale, norm_before_gate)
 
 
-def cross_entropy(logits, labels):
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1)[:, 0]
-
-
-def log_prob_and_entropy(logits, labels):
-    log_p = jax.nn.log_softmax(logits)
-    return -cross_entropy(logits, labels), -jnp.sum(jnp.exp(log_p) * log_p, -1)
+cross_entropy = functools.partial(functions.losses, counts=1.0)
+log_prob_and_entropy = functools.partial(functions.log_prob_and_entropy, counts=1.0)
 
 
 def of_layer(function):
@@ -117,13 +107,8 @@ CASES = [
         ("scaled_add_norm", add_norm, {**_SUM, **parameters, "gate": PARAMETER}, {})
         for parameters in _NORMS
     ),
-    (
-        "norm_add",
-        lambda x, residual, scale: residual + norm(x, scale),
-        {**_SUM, "scale": PARAMETER},
-        {},
-    ),
-    ("norm_add_norm", norm_add_norm, {**_SUM, "scale": PARAMETER, "next_scale": PARAMETER}, {}),
+    ("norm_add", lambda x, residual, scale: residual + norm(x, scale), {**_SUM, **_NORMS[0]}, {}),
+    ("norm_add_norm", functions.two_norms, {**_SUM, **_NORMS[0], "next_scale": PARAMETER}, {}),
     *(
         (
             "norm_rope",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from functions import teacher_of
 from jax._src.ad_checkpoint import saved_residuals
-from programs import equations, names
+from programs import equations, names, text_for_cuda
 from reference import assert_within, exact
 
 import jaxnorm
@@ -326,27 +326,21 @@ def scanned(around, x, weights):
 
 
 @pytest.mark.parametrize("stack", [unrolled, scanned])
-@pytest.mark.parametrize("policy", ["plain", "save_policy", "offload", "nested", "jit inside"])
+@pytest.mark.parametrize(
+    "policy", ["plain", "save_policy", "offload", "nested", "jit inside", "checkpoint"]
+)
 def test_no_norm_runs_twice(stack, policy):
-    x, _, w = operands()
-    weights = jnp.stack([w] * LAYERS)
-    step = jax.grad(functools.partial(stack, AROUND[policy]), argnums=(0, 1))
-    layers = LAYERS if stack is unrolled else 1
-    assert calls(jax.jit(step), x, weights).count("rms_norm") == layers
-    assert compiled_calls(step, x, weights) == layers
+    """Each norm runs once, except with `jax.checkpoint` but no policy.
 
-
-@pytest.mark.parametrize("stack", [unrolled, scanned])
-def test_checkpoint_runs_a_norm_again(stack):
-    """With `jax.checkpoint` but no policy, each norm runs twice: it is recomputed in the backward.
-
-    This shows that the test above would count a norm that is recomputed.
+    Without a policy, each norm is recomputed in the backward. This shows that the test counts norms
+    that are recomputed.
     """
     x, _, w = operands()
     weights = jnp.stack([w] * LAYERS)
-    step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))
-    layers = LAYERS if stack is unrolled else 1
-    assert compiled_calls(step, x, weights) == 2 * layers
+    step = jax.grad(functools.partial(stack, AROUND[policy]), argnums=(0, 1))
+    expected = (LAYERS if stack is unrolled else 1) * (2 if policy == "checkpoint" else 1)
+    assert calls(jax.jit(step), x, weights).count("rms_norm") == expected
+    assert compiled_calls(step, x, weights) == expected
 
 
 @pytest.mark.parametrize(("policy", "kernels"), [("save_policy", 2), ("checkpoint", 3)])
@@ -358,7 +352,7 @@ def test_kernels_in_a_program_for_a_gpu(policy, kernels):
     x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
     weights = jax.ShapeDtypeStruct((LAYERS, 1024, 1024), "bfloat16")
     step = jax.grad(functools.partial(scanned, AROUND[policy]), argnums=(0, 1))
-    text = jax.jit(step).trace(x, weights).lower(lowering_platforms=("cuda",)).as_text()
+    text = text_for_cuda(step, x, weights)
     called = re.findall(r"call @(jaxnorm\.rms_norm\w*)\(", text)
     assert len(called) == kernels
     assert text.count("custom_call @mosaic_gpu") >= 2

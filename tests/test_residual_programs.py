@@ -11,7 +11,7 @@ import pytest
 from norms import normal
 from pairs import each_pair
 from program_error import assert_computes
-from programs import equations
+from programs import equations, results_of_kernels, text_for_cuda
 
 import jaxnorm
 
@@ -45,11 +45,8 @@ def test_a_block_is_a_kernel_each_way(x_dtype, dtype, written):
         results, vjp = jax.vjp(jaxnorm.add_rms_norm, x, residual, scale)
         return results, vjp(cotangents)
 
-    traced = jax.jit(both).trace(x, residual, scale, x, residual)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    kernels = [line for line in text.splitlines() if "@mosaic_gpu" in line]
-    assert len(kernels) == 2
-    results = [line.rpartition("->")[2].count("8192x4096") for line in kernels]
+    text = text_for_cuda(both, x, residual, scale, x, residual)
+    results = [line.count("8192x4096") for line in results_of_kernels(text)]
     assert results == [2, written]
     # Apart from the kernels, the cast of x's gradient is the only operation on arrays of this size.
     others = re.findall(r"stablehlo\.(?:add|convert|multiply|transpose) .*8192x4096.*", text)
@@ -85,9 +82,8 @@ def test_an_unused_sum_is_not_written(name):
         return getattr(jaxnorm, name)(x, 2 * x, scale)[0]
 
     def written(function):
-        text = jax.jit(function).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
-        kernels = [line for line in text.splitlines() if "@mosaic_gpu" in line]
-        return [line.rpartition("->")[2].count("8192x4096") for line in kernels]
+        results = results_of_kernels(text_for_cuda(function, x, scale))
+        return [line.count("8192x4096") for line in results]
 
     def scanned(x, scale):
         return jax.lax.scan(lambda x, _: (only_y(x, scale), None), x, None, length=2)[0]
@@ -261,9 +257,7 @@ def test_a_kernel_that_cannot_take_the_residual_s_gradient_runs_without():
         return jnp.sum(x * jnp.sin(y))
 
     for implementation in (None, "mosaic"):
-        gradient = jax.jit(jax.grad(loss), static_argnums=2)
-        text = (
-            gradient.trace(x, scale, implementation).lower(lowering_platforms=("cuda",)).as_text()
-        )
-        assert len(re.findall("@mosaic_gpu", text)) == 2
+        gradient = jax.grad(functools.partial(loss, implementation=implementation))
+        text = text_for_cuda(gradient, x, scale)
+        assert len(results_of_kernels(text)) == 2
         assert "stablehlo.add" in text

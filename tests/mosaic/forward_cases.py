@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import norms
 import numpy as np
+from programs import text_for_cuda
 from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
 from specs import F32, build_spec, changed
 
@@ -202,8 +203,8 @@ def lower(spec: Spec, schedule: Any = None) -> str:
 
     Lowering includes Mosaic's layout inference, so this also tests that the inference succeeds.
     """
-    run = jax.jit(functools.partial(contract.call, mosaic, spec, schedule=schedule))
-    return run.trace(*norms.types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
+    run = functools.partial(contract.call, mosaic, spec, schedule=schedule)
+    return text_for_cuda(run, *norms.types_of(spec))
 
 
 def xla_call(spec: Spec, *operands: Any) -> list[np.ndarray]:

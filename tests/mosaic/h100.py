@@ -60,16 +60,8 @@ def _config(name: str, major: int, gpu: Gpu, memory: int, threads: int = 2048) -
 
     `memory` is in bytes. `threads` is the maximum number of threads per multiprocessor.
     """
-    optin, shared = gpu.smem, gpu.shared_bytes
-    return _CONFIG.format(
-        name=name,
-        major=major,
-        sms=gpu.sms,
-        memory=memory,
-        threads=threads,
-        optin=optin,
-        shared=shared,
-    )
+    of_gpu = {"sms": gpu.sms, "optin": gpu.smem, "shared": gpu.shared_bytes}
+    return _CONFIG.format(name=name, major=major, memory=memory, threads=threads, **of_gpu)
 
 
 H100 = _config("NVIDIA H100 80GB HBM3", 9, HOPPER, 84978434048)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from logits_cases import Case, operand_types
+from programs import text_for_cuda
 
 from jaxnorm.calls.call import Call
 from jaxnorm_kernels import mosaic
@@ -11,8 +12,7 @@ from jaxnorm_kernels import mosaic
 
 def lower(call: Call) -> str:
     """Return the module that XLA receives for an NVIDIA GPU."""
-    traced = jax.jit(call.kernel("mosaic")).trace(*operand_types(call))
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text_for_cuda(call.kernel("mosaic"), *operand_types(call))
 
 
 def interpret(call: Call, *arrays: Any) -> list[jax.Array]:

@@ -59,6 +59,12 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
+def check_case(op: str, case: Case, x: np.dtype, y: np.dtype, **fields: Any) -> None:
+    """Check a call with the schedule of `case` and, unless `fields` say otherwise, its shape."""
+    spec = make_spec(op, **{"rows": case.rows, "cols": case.cols, "x": x, "y": y, **fields})
+    check(spec, case.schedule_for(x, y), *make_operands(spec))
+
+
 # Pairwise testing: there are four parameters (function, dtype, saved array and schedule). For any
 # two of them, every pair of their values occurs in some case.
 @pytest.mark.parametrize(
@@ -71,8 +77,7 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
     ],
 )
 def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
-    spec = make_spec(op, case.rows, case.cols, dtype, dtype, saved=saved)
-    check(spec, case.schedule_for(dtype), *make_operands(spec))
+    check_case(op, case, dtype, dtype, saved=saved)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +96,14 @@ def test_with_64_bit_types(op: str, case: Case) -> None:
 
     Python integers are then traced as int64.
     """
-    spec = make_spec(op, case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
-        check(spec, case.schedule_for(BF16), *make_operands(spec))
+        check_case(op, case, BF16, BF16)
 
 
 @pytest.mark.parametrize("case", SOFTMAX_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("op", "dtype"), [("softmax", BF16), ("log_softmax", F32)], ids=str)
 def test_softmax_values(op: str, case: Case, dtype: np.dtype) -> None:
-    spec = make_spec(op, case.rows, case.cols, dtype, dtype)
-    check(spec, case.schedule_for(dtype), *make_operands(spec))
+    check_case(op, case, dtype, dtype)
 
 
 @pytest.mark.parametrize(
@@ -117,18 +120,13 @@ def test_softmax_values(op: str, case: Case, dtype: np.dtype) -> None:
 def test_dtypes(
     name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.dtype, saved: str
 ) -> None:
-    case = BY_NAME[name]
-    spec = make_spec(
-        "layer_norm", case.rows, case.cols, x, y, scale_dtype=scale, bias_dtype=bias, saved=saved
-    )
-    check(spec, case.schedule_for(x, y), *make_operands(spec))
+    fields = {"scale_dtype": scale, "bias_dtype": bias, "saved": saved}
+    check_case("layer_norm", BY_NAME[name], x, y, **fields)
 
 
 @pytest.mark.parametrize(("op", "x", "y"), [("softmax", F32, BF16), ("log_softmax", F16, F32)])
 def test_softmax_dtypes(op: str, x: np.dtype, y: np.dtype) -> None:
-    case = SOFTMAX_CASES[0]
-    spec = make_spec(op, case.rows, case.cols, x, y)
-    check(spec, case.schedule_for(x, y), *make_operands(spec))
+    check_case(op, SOFTMAX_CASES[0], x, y)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +142,7 @@ def test_softmax_dtypes(op: str, x: np.dtype, y: np.dtype) -> None:
 )
 @pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail"])
 def test_norm_variants(name: str, change: dict[str, Any]) -> None:
-    case = BY_NAME[name]
-    spec = make_spec("layer_norm", case.rows, case.cols, BF16, F32, **change)
-    check(spec, case.schedule_for(F32), *make_operands(spec))
+    check_case("layer_norm", BY_NAME[name], BF16, F32, **change)
 
 
 # There are two calls: one of rms_norm, one of layer_norm. The schedules of `NORM_CASES` alternate
@@ -165,8 +161,7 @@ def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) 
 
     x's dtype may be wider than the dtypes of the saved array and of dy.
     """
-    spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, adds_dh=True)
-    check(spec, case.schedule_for(x, y), *make_operands(spec))
+    check_case(op, case, x, y, saved=saved, adds_dh=True)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +178,8 @@ def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) 
 def test_dtypes_of_dh(
     name: str, x: np.dtype, y: np.dtype, saved: str, scale: np.dtype | None
 ) -> None:
-    case = BY_NAME[name]
     change = {"scale_dtype": scale, "saved": saved, "adds_dh": True}
-    spec = make_spec("layer_norm", case.rows, case.cols, x, y, **change)
-    check(spec, case.schedule_for(x, y), *make_operands(spec))
+    check_case("layer_norm", BY_NAME[name], x, y, **change)
 
 
 #: Each entry has three items: the name of a schedule, the number of groups, and the number of rows
@@ -209,10 +202,8 @@ GROUPED = [
 
 @pytest.mark.parametrize(("name", "groups", "rows"), GROUPED)
 def test_parameters_of_groups(name: str, groups: int, rows: int) -> None:
-    case = BY_NAME[name]
-    change = {"scale_groups": groups, "bias_groups": groups}
-    spec = make_spec("layer_norm", groups * rows, case.cols, BF16, BF16, **change)
-    check(spec, case.schedule_for(BF16), *make_operands(spec))
+    change = {"rows": groups * rows, "scale_groups": groups, "bias_groups": groups}
+    check_case("layer_norm", BY_NAME[name], BF16, BF16, **change)
 
 
 @pytest.mark.parametrize(
@@ -229,17 +220,15 @@ def test_parameters_of_groups(name: str, groups: int, rows: int) -> None:
 def test_one_parameter_of_groups(name: str, change: dict[str, Any]) -> None:
     """One parameter may have a row per group while the other is absent or shared by all rows."""
     case = BY_NAME[name]
-    spec = make_spec("layer_norm", 3 * case.rows, case.cols, BF16, BF16, **change)
-    check(spec, case.schedule_for(BF16), *make_operands(spec))
+    check_case("layer_norm", case, BF16, BF16, rows=3 * case.rows, **change)
 
 
 @pytest.mark.parametrize("name", ["ring_rows", "rows_ring_tail"])
 def test_groups_with_64_bit_types(name: str) -> None:
     case = BY_NAME[name]
     change = {"scale_groups": 3, "bias_groups": 3, "adds_dh": True}
-    spec = make_spec("layer_norm", 3 * case.rows, case.cols, BF16, BF16, **change)
     with jax.enable_x64(True):
-        check(spec, case.schedule_for(BF16), *make_operands(spec))
+        check_case("layer_norm", case, BF16, BF16, rows=3 * case.rows, **change)
 
 
 # Each group has so many rows that both blocks reuse the stages of their rings.

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -10,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from programs import kernels_in
 from reference import assert_within, exact, of_roundings, rounding
 from specs import BF16, F16, F32, changed
 from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
-from test_losses_mosaic import LossForwardSchedule
+from test_losses_mosaic import LossForwardSchedule, check_linear_in_one_kernel
 
 import jaxnorm
 from jaxnorm.operations.loss import loss_call
@@ -155,12 +155,19 @@ def test_caps_and_positions(reverse):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("cols", "dtype", "program"),
+    [
+        (4099, "bfloat16", forward_and_backward),
+        (4099, "float32", forward_and_backward),
+        (1032, "float32", in_one_kernel),
+    ],
+)
 @pytest.mark.parametrize("options", [SCALED, CAPPED], ids=str)
-def test_equal_logits(dtype, options, reverse):
-    x, _ = operands((3, 4099), dtype)
+def test_equal_logits(cols, dtype, program, options, reverse):
+    x, _ = operands((3, cols), dtype)
     x = x.at[0].multiply(1000)
-    y, dx = run(mosaic, x, x, reverse=reverse, **options)
+    y, dx = run(mosaic, x, x, program=program, reverse=reverse, **options)
     np.testing.assert_array_equal(y, 0)
     np.testing.assert_array_equal(dx, 0)
 
@@ -280,47 +287,13 @@ def test_one_kernel_is_both_passes(reverse):
     assert not np.isfinite(exact(other)[~kinds]).all(-1).any()
 
 
-@DIRECTIONS
-@pytest.mark.parametrize("options", [SCALED, CAPPED], ids=str)
-def test_equal_logits_in_one_kernel(options, reverse):
-    x, _ = operands((3, 1032), "float32")
-    x = x.at[0].multiply(1000)
-    y, dx = run(mosaic, x, x, program=in_one_kernel, reverse=reverse, **options)
-    np.testing.assert_array_equal(y, 0)
-    np.testing.assert_array_equal(dx, 0)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_linear_divergence_in_one_kernel(reduction, sharded):
     """One kernel computes the divergences and the gradient of a chunk's logits."""
-    shapes = ((1, 6, 16), (1, 16, 1001), (1, 6, 24), (1, 24, 1001))
-    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
-    where = jnp.arange(6) != 2
-
-    def program(implementation):
-        options = {"reduction": reduction, "chunk": 4, "implementation": implementation}
-
-        def divergence(*arrays):
-            given = [a[0] for a in arrays]
-            return jnp.sum(jaxnorm.linear_kl_divergence(*given, where=where, **options))[None]
-
-        def step(*arrays):
-            y, vjp = jax.vjp(divergence, *arrays)
-            return y, *vjp(y)
-
-        if sharded:
-            mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-            specs = jax.sharding.PartitionSpec("devices")
-            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
-        return jax.jit(step)
-
-    for implementation, expected in {"mosaic": ["both"], None: ["both"], "xla": []}.items():
-        lowered = program(implementation).trace(*arrays).lower(lowering_platforms=("cuda",))
-        names = re.findall(r"jaxnorm_kl_divergence_(\w+)_mosaic_gpu", lowered.as_text())
-        # With reduction "none", the kernel "both" runs only in the backward pass, because it needs
-        # the cotangents. So in the forward pass, a kernel "fwd" computes the divergences.
-        assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
+    shapes = [(6, 16), (16, 1001), (6, 24), (24, 1001)]
+    function = jaxnorm.linear_kl_divergence
+    check_linear_in_one_kernel("kl_divergence", function, shapes, reduction, sharded)
 
 
 def test_schedules_of_one_kernel():
@@ -360,11 +333,8 @@ def test_lowers(rows, cols, dtype, teacher_dtype, reverse):
     specs = specs_of(
         rows, cols, dtype, teacher_dtype, has_positions=True, reverse=reverse, **CAPPED
     )
-    traced = forward_and_backward(mosaic, tuple(specs)).trace(
-        *types(rows, cols, dtype, teacher_dtype)
-    )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+    program = forward_and_backward(mosaic, tuple(specs))
+    assert kernels_in(program, *types(rows, cols, dtype, teacher_dtype)) == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, CAPPED], ids=str)
@@ -389,9 +359,7 @@ def test_one_kernel_lowers(cols, cluster, reverse):
     """One kernel is lowered, with as many blocks per row as the schedule has."""
     forward, _ = specs_of(512, cols, F32, F32, has_positions=True, reverse=reverse, **CAPPED)
     program = in_one_kernel(mosaic, (forward, None), dtype=BF16)
-    traced = program.trace(*types(512, cols, F32, F32))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert kernels_in(program, *types(512, cols, F32, F32)) == 1
     assert choose_both(both_spec(forward, BF16), HOPPER).cluster == cluster
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from h100 import Compiler
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from programs import kernels_in, text_for_cuda
 from specs import BF16, F16, F32, build_spec, changed
 
 import jaxnorm
@@ -280,8 +281,7 @@ SHAPES += [(8, 4096, 4096), (4, 3001, 144), (2, 12000, 64), (8, 333, 32), (8, 10
 def test_lowering(shape: tuple[int, int, int], dtype: Any, direction: str) -> None:
     spec = make_spec(direction, shape, 1, dtype)
     assert mosaic.why_unsupported(spec) is None
-    lowered = jax.jit(call_of(spec)).trace(*types(spec)).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+    assert kernels_in(call_of(spec), *types(spec))
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -409,8 +409,7 @@ def test_calls_left_to_xla(function: str, shape: Any, axis: int, params: int) ->
     def total(*arrays: jax.Array) -> jax.Array:
         return jnp.sum(call(*arrays, axis=axis).astype(jnp.float32))
 
-    program = jax.jit(jax.grad(total)).trace(*arrays).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" not in program.as_text()
+    assert "mosaic_gpu" not in text_for_cuda(jax.grad(total), *arrays)
 
 
 @pytest.mark.parametrize(
@@ -450,8 +449,8 @@ def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
     outer, cols, inner, groups = sizes
     x = jax.ShapeDtypeStruct((outer, cols, groups, inner // groups), BF16)
     param = jax.ShapeDtypeStruct((groups, 1, inner // groups), BF16)
-    run = jax.jit(functools.partial(gradients, implementation="mosaic"))
-    text = run.trace(x, param, param, x).lower(lowering_platforms=("cuda",)).as_text()
+    run = functools.partial(gradients, implementation="mosaic")
+    text = text_for_cuda(run, x, param, param, x)
     assert text.count("custom_call @mosaic_gpu") == 2
     assert "stablehlo.transpose" not in text
 

@@ -44,6 +44,13 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
+def check_case(op: str, case: Case, x: np.dtype, y: np.dtype, **fields: Any) -> None:
+    """Check a call with the schedule and the shape of `case`."""
+    spec = make_spec(op, case.rows, case.cols, x, y, **fields)
+    dtypes = (spec.norm.residual_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype)
+    check(spec, case.schedule_for(x, y, *dtypes), *make_operands(spec))
+
+
 # Pairwise testing: there are three parameters (function, dtype and schedule). For any two of them,
 # every pair of their values occurs in some case.
 @pytest.mark.parametrize(
@@ -54,11 +61,7 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
     ],
 )
 def test_values(op: str, case: Case, dtype: np.dtype) -> None:
-    spec = make_spec(op, case.rows, case.cols, dtype, dtype)
-    schedule = case.schedule_for(
-        spec.x_dtype, spec.y_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype
-    )
-    check(spec, schedule, *make_operands(spec))
+    check_case(op, case, dtype, dtype)
 
 
 RESIDUAL_CALLS = [
@@ -98,8 +101,7 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
     ],
 )
 def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: Case) -> None:
-    spec = make_spec(op, case.rows, case.cols, x, y, residual_dtype=residual)
-    check(spec, case.schedule_for(x, residual, y, F32), *make_operands(spec))
+    check_case(op, case, x, y, residual_dtype=residual)
 
 
 @pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row_tail", "pipelined_row_tail"])
@@ -166,9 +168,8 @@ def test_with_64_bit_types(case: Case) -> None:
 
     JAX then traces Python integers as int64. Kernels must use 32-bit integers nevertheless.
     """
-    spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
     with jax.enable_x64(True):
-        check(spec, case.schedule_for(BF16, F32), *make_operands(spec))
+        check_case("layer_norm", case, BF16, BF16)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +185,8 @@ def test_with_64_bit_types(case: Case) -> None:
 )
 @pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row", "pipelined_row"])
 def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.dtype) -> None:
-    case = BY_NAME[name]
-    for op in ("softmax", "layer_norm"):
-        parameters = {} if op == "softmax" else {"scale_dtype": scale, "bias_dtype": bias}
-        spec = make_spec(op, case.rows, case.cols, x, y, **parameters)
-        schedule = case.schedule_for(x, y, spec.norm.scale_dtype, spec.norm.bias_dtype)
-        check(spec, schedule, *make_operands(spec))
+    check_case("softmax", BY_NAME[name], x, y)
+    check_case("layer_norm", BY_NAME[name], x, y, scale_dtype=scale, bias_dtype=bias)
 
 
 @pytest.mark.parametrize("name", ["pipelined_tile", "split_row_tail"])

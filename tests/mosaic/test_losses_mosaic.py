@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.sharding import PartitionSpec
 from log_prob_cases import LogProbs
 from loss_cases import CrossEntropy, operands
+from programs import kernels_in, text_for_cuda
 from reference import assert_within, exact, of_roundings, rounding
 from specs import BF16, F16, F32, build_spec, changed
 
@@ -234,40 +235,43 @@ def test_one_kernel_is_both_passes():
     assert_within(other, exact(dx), rounding(exact(dx), "bfloat16"))
 
 
+def check_linear_in_one_kernel(op, function, shapes, reduction, sharded):
+    """Assert that one kernel computes both passes of a chunk's logits.
+
+    `function` is a linear loss of arrays of these shapes. If `sharded`, it runs in `jax.shard_map`.
+    """
+    arrays = [jax.ShapeDtypeStruct((1, *shape), BF16) for shape in shapes]
+    options = {"where": jnp.arange(6) != 2, "reduction": reduction, "chunk": 4}
+
+    def program(implementation):
+        def loss(*arrays):
+            given = [a[0] for a in arrays]
+            return jnp.sum(function(*given, **options, implementation=implementation))[None]
+
+        def step(*arrays):
+            y, vjp = jax.vjp(loss, *arrays)
+            return y, *vjp(y)
+
+        if not sharded:
+            return step
+        mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = PartitionSpec("devices")
+        return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
+
+    for implementation, expected in {"mosaic": ["both"], None: ["both"], "xla": []}.items():
+        text = text_for_cuda(program(implementation), *arrays)
+        names = re.findall(rf"jaxnorm_{op}_(\w+)_mosaic_gpu", text)
+        # With reduction "none", the kernel "both" runs only in the backward pass, because it needs
+        # the cotangents. So in the forward pass, a kernel "fwd" computes the losses.
+        assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_linear_loss_in_one_kernel(reduction, sharded):
     """One kernel computes the losses and the gradient of a chunk's logits."""
-    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((1, 6, 16), (1, 16, 1001))]
-    labels, where = jnp.arange(6), jnp.arange(6) != 2
-
-    def program(implementation):
-        def loss(x, weight):
-            losses = jaxnorm.linear_softmax_cross_entropy(
-                *(x[0], weight[0], labels),
-                where=where,
-                reduction=reduction,
-                chunk=4,
-                implementation=implementation,
-            )
-            return jnp.sum(losses)[None]
-
-        def step(*arrays):
-            loss_, vjp = jax.vjp(loss, *arrays)
-            return loss_, *vjp(loss_)
-
-        if sharded:
-            mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-            specs = PartitionSpec("devices")
-            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
-        return jax.jit(step)
-
-    kernels = {"mosaic": ["both"], None: ["both"], "xla": []}
-    for implementation, expected in kernels.items():
-        lowered = program(implementation).trace(*arrays).lower(lowering_platforms=("cuda",))
-        names = re.findall(r"jaxnorm_cross_entropy_(\w+)_mosaic_gpu", lowered.as_text())
-        # With reduction "none", a separate forward kernel runs first and computes the losses.
-        assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
+    loss = functools.partial(jaxnorm.linear_softmax_cross_entropy, labels=jnp.arange(6))
+    check_linear_in_one_kernel(CE, loss, [(6, 16), (16, 1001)], reduction, sharded)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -472,9 +476,7 @@ def test_lowers(op, rows, cols, dtype, label_dtype):
     with jax.enable_x64(True):
         options = SMOOTHED if op == CE else CAP
         spec = make_spec(op, rows, cols, dtype, has_positions=True, **options)
-        traced = forward_and_backward(spec).trace(*types_of(spec, label_dtype))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+        assert kernels_in(forward_and_backward(spec), *types_of(spec, label_dtype)) == 2
 
 
 def test_programs():
@@ -491,9 +493,7 @@ def test_programs():
         lambda *arrays: jnp.sum(jax.vmap(loss)(*arrays)),
         jax.checkpoint(loss, policy=jaxnorm.save_policy),
     ):
-        lowered = jax.jit(jax.grad(function)).trace(x, labels, where)
-        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+        assert kernels_in(jax.grad(function), x, labels, where) == 2
 
 
 # With 64 registers per thread, four blocks fit into an SM; with 80 or 96, at least two do. Kernels

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from logits_cases import KINDS, SCALE, Case, mixed, of_width, op_of
 from placed_cases import interpret, interpreted, lower
 from program_error import assert_computes
+from programs import text_for_cuda
 from reference import SAFETY, assert_within, rounding
 from specs import BF16, F32
 from test_softmax import FUNCTIONS, data
@@ -234,8 +235,7 @@ def program(*arrays, transform=lambda f: f, **options):
         y = jaxnorm.softmax(x, where=where, bias=bias, implementation="mosaic", **options)
         return jnp.sum(jnp.sin(y))
 
-    both = jax.jit(transform(jax.value_and_grad(loss, argnums=(0, 1))))
-    return both.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return text_for_cuda(transform(jax.value_and_grad(loss, argnums=(0, 1))), *arrays)
 
 
 ARRAYS = data((4, 64, 256), "float32"), data((1, 1, 256), "float32"), jnp.ones((4, 1, 1), bool)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from norm_linear_cases import NormLinear, operands
+from programs import kernels_in, text_for_cuda
 from reference import assert_within, exact
 from specs import BF16, F16, F32
 
@@ -286,7 +287,7 @@ def test_program(scale):
     def call(arrays):
         return jaxnorm.rms_norm_linear(**arrays, activation="silu", implementation="mosaic")
 
-    text = jax.jit(call).trace(types).lower(lowering_platforms=("cuda",)).as_text()
+    text = text_for_cuda(call, types)
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "dot_general" not in text
     products = [line for line in text.splitlines() if "stablehlo.multiply" in line]
@@ -356,11 +357,7 @@ def types_of(spec):
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_lowering(spec):
-    def function(*arrays):
-        return spec(*arrays)
-
-    text = jax.jit(function).trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert kernels_in(spec.__call__, *types_of(spec)) == 1
 
 
 @pytest.mark.compiles
@@ -370,11 +367,7 @@ def test_registers(spec, compiler):
 
     Serialised instructions could not overlap with the preparation of the next operands.
     """
-
-    def function(*arrays):
-        return spec(*arrays)
-
-    (kernel,) = compiler.compile(function, types_of(spec))
+    (kernel,) = compiler.compile(spec.__call__, types_of(spec))
     assert not kernel.spilled
     assert not kernel.serialised
 
@@ -425,13 +418,8 @@ def test_gradients_on_a_gpu():
     d = jnp.asarray(np.random.default_rng(1).normal(size=(1024, 776)), BF16)
 
     @jax.jit
-    def both(x, weight, scale, bias):
-        def call(x, weight, scale, bias):
-            return jaxnorm.rms_norm_linear(
-                x, weight, scale, bias=bias, activation="gelu", implementation="mosaic"
-            )
-
-        y, vjp = jax.vjp(call, x, weight, scale, bias)
+    def both(*arrays):
+        y, vjp = jax.vjp(by_name, *arrays)
         return y, vjp(d)
 
     y, gradients = both(x, weight, scale, bias)
