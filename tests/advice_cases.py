@@ -1,4 +1,4 @@
-"""What the tests of memory_report's advice have in common."""
+"""Helpers that the tests of `memory_report`'s advice share."""
 
 import pytest
 

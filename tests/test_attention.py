@@ -56,9 +56,9 @@ def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
         y, vjp = jax.vjp(lambda *a: f(*a, bias=bias, mask=mask), *operands)
         return [y, *vjp(jnp.cos(jnp.arange(y.size, dtype=dtype)).reshape(y.shape))]
 
-    # The two functions round logits and weights at different points. In bfloat16, `analyse` gives
-    # no finite bound for ours: our gradient divides by the sum of the weights of a row, and
-    # `analyse` cannot know that this sum is near 1. So the bound of Flax's function is used.
+    # Our function and Flax's round logits and weights at different points. In bfloat16, `analyse`
+    # gives no finite bound for our function: its gradient divides by the sum of the weights of a
+    # row, and `analyse` cannot know that this sum is near 1. So the bound of Flax's is used.
     assert_same_results(lambda: both(ours), lambda: both(theirs), as_accurate=True)
 
 

@@ -146,8 +146,8 @@ def test_a_report_of_another_folder(tmp_path):
 def test_a_report_of_blocks(tmp_path):
     table = Table(tmp_path, SUITES["blocks"])
     # Each row has four items: a shape, a provider, its time in microseconds (or why it failed), and
-    # the number of extra copies of whole arrays (`extra_passes`). At the speed of a copy, the bytes
-    # that the block must load and store would take 4 microseconds.
+    # the number of extra copies of whole arrays (`extra_passes`). A copy of the bytes that the
+    # measured function must load and store would take 4 microseconds.
     for shape, provider, us, extra_passes in [
         ("8192x4096", "jaxnorm", 5.0, 0),
         ("8192x4096", "jnp", 6.0, 1),

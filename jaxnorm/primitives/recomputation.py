@@ -11,9 +11,9 @@ true, but a barrier hides its value from XLA. In f's derivative df, the argument
 bool. The barrier returns the bool only when the cotangent ct is available, so XLA cannot compute
 these arrays earlier::
 
-    y = f(x, ..., *arrays)                              a `jax.custom_jvp`
-    dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
-    df(select(barrier(true, ct), x), ...)^T(ct)         its transpose, by the same primitive
+    y = f(x, ..., *arrays)                                  a `jax.custom_jvp`
+    dy = df(select(true, x, 0), ..., *arrays)(tangents)     a primitive, linear in tangents
+    df(select(barrier(true, ct), x, 0), ...)^T(ct)          its transpose: the same primitive
 
 `linear(f, residuals, tangent)` is for JVP rules. If a rule computes `dy = f(residuals, dx)` in
 plain JAX, JAX saves the residuals of each operation in f, such as a cast copy of a residual.

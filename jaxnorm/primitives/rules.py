@@ -179,8 +179,8 @@ class Rules[P: Pass](abc.ABC):
         function, direction = call.primitives or call.function, call.direction
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
-        # Inside `jax.shard_map`, arrays may vary over different mesh axes, and must be cast to vary
-        # over the same mesh axes. Outside, no mesh is set.
+        # Inside `jax.shard_map`, the arrays may vary over different mesh axes. They are then cast,
+        # so that all vary over the same mesh axes. Outside, no mesh is set, and no cast is needed.
         is_outside = jax.sharding.get_abstract_mesh().empty
         operands = leaves if is_outside else sharding.vary_alike(leaves)
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})

@@ -169,9 +169,9 @@ def special_rows(x):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
 def test_rows_keep_to_themselves(dtype, scale):
-    """Rows with NaN or infinities have the composition's result and do not affect other rows.
+    """Rows with NaN or infinities have the same result as rms_norm followed by a matmul.
 
-    The composition is rms_norm followed by a matmul.
+    They do not affect other rows.
     """
     spec = make_spec(16, 72, 40, dtype, scale_dtype=scale, bias_dtype=F32, y_dtype=F32)
     x, *parameters = arrays_of(spec)

@@ -156,8 +156,9 @@ def that_count(positions_ptr, row, exists):
 def start(row, cols: tl.constexpr, vector: tl.constexpr):
     """Return two numbers for each row.
 
-    The first is the offset of the start of the row's first block from the start of the array. The
-    second is the number of elements from the start of this block to the row's first column.
+    The row's first column is an element of some block. The first number is the position in the
+    array at which this block starts. The second number is the position of the row's first column
+    within the block.
     """
     first_col = row.to(tl.int64)[:, None] * cols
     begin = first_col // vector * vector

@@ -15,12 +15,12 @@ each pair (a, b) of v. With d = back(dy):
     from the input      xh = x r,                                            c2 = mean(d G xh)
     both                dx = r (d G - xh c2),                                dscale = sum_rows(d xh)
 
-If cos^2 + sin^2 is 0 for a pair, n cannot be recovered, and is taken to be 0. If |G| is smaller
-than `Spec.scale_floor`, it is replaced by `Spec.scale_floor`, as in the forward pass of other
-norms. |xh| is always clipped to its true bound sqrt(N), because it may have a large error: back(y)
-mixes the rounding errors of the two columns of a pair. If one column has a small G, the division by
-this G magnifies the error from the other column. |y| is clipped to the largest finite number
-(`Spec.y_limit`).
+If cos^2 + sin^2 is 0 for a pair, n cannot be recovered, and is taken to be 0. As in other norms,
+the forward and the backward pass replace a |G| that is smaller than `Spec.scale_floor` by
+`Spec.scale_floor`. |xh| is always clipped to its true bound sqrt(N), because it may have a large
+error: back(y) mixes the rounding errors of the two columns of a pair. If one column has a small G,
+the division by this G magnifies the error from the other column. |y| is clipped to the largest
+finite number (`Spec.y_limit`).
 
 A row is an attention head. Heads are short, so a program holds several whole rows. It holds a row
 as two or three arrays, called *parts*: the first columns of all pairs, the second columns of all

@@ -329,9 +329,10 @@ def _merge(parts: _Sums, pair: _Pair) -> _Sums:
 
 
 def _finish(sums: _Sums, spec: Spec) -> list[jax.Array]:
-    """Return the divergence, m and log(s) of the student, and m and log(s) of the teacher.
+    """Return five values for each row.
 
-    m is the maximum of g(x) over the row. s is a sum that the module's docstring defines.
+    They are the divergence; m and log(s) of the student; m and log(s) of the teacher. m is the
+    maximum of g(x) over the row. s is a sum that the module's docstring defines.
     """
     share = sums.b / sums.s_p
     is_close = jnp.abs(share) < 0.5
