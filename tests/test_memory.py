@@ -184,7 +184,30 @@ def test_nothing_else_of_the_logits_size_of_an_entropy(dtype):
     assert sum(a.size for a in kept if a.dtype == jnp.float32 and a.ndim == 1) == 3 * 64
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's program")
+on_a_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="the memory of a CPU's program"
+)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("function", "arrays"), [("softmax", 1), ("log_softmax", 0)])
+def test_temporaries_of_a_16_bit_softmax_on_a_cpu(function, arrays):
+    """On a CPU, the gradient of a softmax stores neither y nor its cotangent in float32.
+
+    The program allocates at most one float32 array of the size of x: the exponentials of the
+    forward pass of `softmax`.
+    """
+    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+
+    def step(x, cotangent):
+        y, vjp = jax.vjp(getattr(jaxnorm, function), x)
+        return y, vjp(cotangent)
+
+    compiled = jax.jit(step).lower(x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes / (4 * x.size) < arrays + 0.05
+
+
+@on_a_cpu
 @each_direction
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_temporaries_of_a_divergence_on_a_cpu(dtype, reverse):

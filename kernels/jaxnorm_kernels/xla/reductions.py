@@ -14,8 +14,13 @@ def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
 
     The normalised axes have size 1 in the result.
     """
-    total = jnp.sum(v, axis=spec.axes, keepdims=True)
+    total = partial_sum(v, spec)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
+
+
+def partial_sum(v: jax.Array, spec: Spec) -> jax.Array:
+    """Return the sum of v over the normalised axes. If the columns are sharded, it is partial."""
+    return jnp.sum(v, axis=spec.axes, keepdims=True)
 
 
 def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
@@ -23,7 +28,7 @@ def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
     If the columns are sharded, a single all-reduce adds up the shards of every array.
     """
-    return over_shards([jnp.sum(v, axis=spec.axes, keepdims=True) for v in values], spec)
+    return over_shards([partial_sum(v, spec) for v in values], spec)
 
 
 def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
@@ -83,7 +88,7 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
 
     The normalised axes have size 1 in the result. The maximum of a row without columns is -inf.
     """
-    # # `initial` is the maximum of a row without columns.
+    # `initial` is the maximum of a row without columns.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
 
@@ -111,6 +116,15 @@ def vary_like(a: jax.Array, like: jax.Array) -> jax.Array:
 def on_cpu[T](function: Callable[[T], T], values: T) -> T:
     """Return ``function(values)`` on a CPU, and `values` on other platforms."""
     return lax.platform_dependent(values, cpu=function, default=lambda values: values)
+
+
+def read_again[T](arrays: T) -> T:
+    """Return `arrays`. On a CPU, XLA then does not reuse what it computed from them before.
+
+    If two sums use the same intermediate, such as a 16-bit array converted to float32, XLA on a CPU
+    stores it. It is faster to read the arrays again and to repeat the arithmetic.
+    """
+    return on_cpu(lax.optimization_barrier, arrays)
 
 
 def along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:

@@ -28,10 +28,11 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.label_sums import scale_of, times
 from jaxnorm_kernels.xla.reductions import (
-    on_cpu,
+    over_shards,
+    partial_sum,
+    read_again,
     row_max,
     row_sum,
-    row_sums,
     sum_apart,
 )
 
@@ -50,8 +51,7 @@ def softmax_fwd(operands: Operands, spec: Spec) -> Results:
 def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Return the tangent of the softmax y, computed from y and the operands' tangents."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
-    t = _masked(_tangent(residuals, tangents, spec), kept, spec)
-    along = _jacobian(y, t, spec)
+    along = _jacobian(y, _tangent(residuals, tangents, spec), kept, spec)
     if spec.drops_masked:
         along = _masked(along, kept, spec)
     return Results(along.astype(spec.y_dtype))
@@ -64,22 +64,19 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
     """
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
-    if kept is not None and spec.drops_masked:
-        dz = _masked_jacobian(y, dy, kept, spec)
-    else:
-        dz = _jacobian(y, dy.astype(spec.compute_dtype), spec)
+    dz = _jacobian(y, dy, kept if spec.drops_masked else None, spec)
     return _gradients(_masked(dz, kept, spec), residuals, spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """Return the log_softmax y in ``spec.y_dtype``. It is -inf for masked entries."""
-    kept, z = _logits(operands, spec)
-    m = on_cpu(lax.optimization_barrier, row_max(z, spec))
-    total = sum_apart(jnp.exp(z - m), spec)
+    m = row_max(_logits(operands, spec)[-1], spec)
+    x, m = read_again((operands.x, m))
+    total = sum_apart(jnp.exp(_logits(operands._replace(x=x), spec)[-1] - m), spec)
     # On a CPU, computing z - m twice is faster than storing it.
-    x, m = on_cpu(lax.optimization_barrier, (operands.x, m))
-    shifted = _logits(operands._replace(x=x), spec)[-1] - m
-    y = shifted - jnp.log(total)
+    x, m = read_again((x, m))
+    kept, z = _logits(operands._replace(x=x), spec)
+    y = z - m - jnp.log(total)
     if kept is not None:
         y = jnp.where(kept, y, -jnp.inf)  # y may be NaN there; see `_without_masked_nan`
     return Results(y.astype(spec.y_dtype))
@@ -90,9 +87,10 @@ def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Op
 
     They are computed from the saved y = log_softmax(z).
     """
-    y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
-    d = _masked(cotangents.y, kept, spec)
-    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
+    y, dy = residuals.saved, cotangents.y
+    kept = _kept(residuals.mask, y.shape, spec)
+    dy, total = read_again((dy, row_sum(_masked(dy, kept, spec), spec)))
+    dz = _masked(dy, kept, spec) - jnp.exp(y.astype(spec.compute_dtype)) * total
     return _gradients(_masked(dz, kept, spec), residuals, spec)
 
 
@@ -102,24 +100,23 @@ FORMULAS: dict[Op, Formulas] = {
 }
 
 
-def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the product of softmax's Jacobian (which is symmetric) and v."""
-    y = y.astype(spec.compute_dtype)
-    if not spec.renormalises:
-        return y * (v - sum_apart(v * y, spec))
-    total, weight = row_sums([v * y, y], spec)
-    return y * (v - on_cpu(lax.optimization_barrier, total / jnp.where(weight == 0, 1, weight)))
+def _jacobian(y: jax.Array, v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
+    """Return the product of softmax's Jacobian (which is symmetric) and v.
 
-
-def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """Set masked entries of v to 0, and return the product of softmax's Jacobian and v.
-
-    On CPUs, an optimization barrier over v and y makes the masking of v wait for y. Otherwise, XLA
-    would mask v before the forward pass and store the masked array until the backward pass.
-    Allocating memory for it takes longer than masking v where it is used.
+    Entries of v that are not `kept` count as 0. On CPUs, v is masked where it is used. Without the
+    first barrier, XLA would mask v before the forward pass and store the masked array, which takes
+    longer because memory must be allocated for it.
     """
-    v, y = on_cpu(lax.optimization_barrier, (v, y))
-    return _jacobian(y, _masked(v, kept, spec), spec)
+    y, v = read_again((y, v))
+    if not spec.renormalises:
+        v = _masked(v, kept, spec)
+        return y * (v - sum_apart(v * y, spec))
+    weight = partial_sum(y.astype(spec.compute_dtype), spec)
+    y, v, weight = read_again((y, v, weight))
+    total = partial_sum(y.astype(spec.compute_dtype) * _masked(v, kept, spec), spec)
+    total, weight = over_shards([total, weight], spec)
+    y, v, mean = read_again((y, v, total / jnp.where(weight == 0, 1, weight)))
+    return y.astype(spec.compute_dtype) * (_masked(v, kept, spec) - mean)
 
 
 def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
