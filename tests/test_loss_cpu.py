@@ -57,11 +57,11 @@ def test_lane_sizes():
     """A row is split into at least 32 lanes of equal size.
 
     The size of a lane is a divisor of `cols`, the number of columns. Only divisors within certain
-    limits are allowed. The size is the allowed divisor that is nearest to ``cols^0.3``, or None if
-    no divisor is allowed.
+    limits are allowed. The size is the allowed divisor that is nearest to ``cols^0.3``, or to 16 if
+    this is larger. It is None if no divisor is allowed.
     """
-    sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
-    assert [lane_size(n) for n in sizes] == [8, 16, 29, 32, 32, 103, None, None, None]
+    sizes = [256, 1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
+    assert [lane_size(n) for n in sizes] == [8, 16, 16, 29, 32, 32, 103, None, None, None]
 
 
 @pytest.mark.parametrize("masked", [False, True])

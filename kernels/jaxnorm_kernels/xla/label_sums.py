@@ -106,15 +106,16 @@ def times(v: jax.Array, factor: Scale) -> jax.Array:
 
 
 # A row is reshaped to a matrix whose columns are called lanes. The preferred number of elements of
-# a lane is cols ** _EXPONENT. A lane has at least _SHORTEST and at most _LONGEST elements, and
-# there are at least _LANES lanes. Short lanes have a disadvantage: there are many of them, and each
-# has a copy of the row's maximum m. Long lanes have a different disadvantage: the lane of the label
-# is gathered from each row, which is slow for a long lane. The optima measured on an x86 CPU with 2
-# cores are lanes of 8 elements for 1024 columns, 16 for 8192 and 32 for 128256.
-_SHORTEST, _EXPONENT, _LONGEST, _LANES = 8, 0.3, 2048, 32
+# a lane is cols ** _EXPONENT, but at least _PREFERRED. A lane has at least _SHORTEST and at most
+# _LONGEST elements, and there are at least _LANES lanes. Short lanes have a disadvantage: there are
+# many of them, and each has a copy of the row's maximum m. Long lanes have a different
+# disadvantage: the lane of the label is gathered from each row, which is slow for a long lane. The
+# optima measured on an x86 CPU with 2 cores are lanes of 16 elements for 1024 and 8192 columns, and
+# 32 for 128256.
+_SHORTEST, _PREFERRED, _EXPONENT, _LONGEST, _LANES = 8, 16, 0.3, 2048, 32
 # The terms of a lane with at most this many elements are added one by one. XLA fuses these
 # additions with the arithmetic before and after them, whereas it calls a library for `jnp.sum`.
-_UNROLLED = 32
+_UNROLLED = 16
 
 
 def label_sums(
@@ -228,7 +229,7 @@ def _others(
 
 @functools.cache
 def lane_size(cols: int) -> int | None:
-    """Return the number of elements of a lane: the divisor of `cols` nearest to cols ** 0.3.
+    """Return the number of elements of a lane: the divisor of `cols` nearest to the preferred size.
 
     "Nearest" refers to a logarithmic scale. Return None if no divisor is within the limits, or if
     `cols` is symbolic.
@@ -237,4 +238,5 @@ def lane_size(cols: int) -> int | None:
         return None
     longest = min(_LONGEST, cols // _LANES)
     sizes = [k for k in range(_SHORTEST, longest + 1) if cols % k == 0]
-    return min(sizes, key=lambda k: abs(math.log(k / cols**_EXPONENT)), default=None)
+    preferred = max(_PREFERRED, cols**_EXPONENT)
+    return min(sizes, key=lambda k: abs(math.log(k / preferred)), default=None)
