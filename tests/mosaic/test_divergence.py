@@ -16,6 +16,7 @@ from test_kl_divergence import Divergence, check_special_rows, operands, special
 from test_losses_mosaic import LossForwardSchedule, check_linear_in_one_kernel
 
 import jaxnorm
+from benchmarks import hlo
 from jaxnorm.operations.loss import loss_call
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
@@ -389,6 +390,25 @@ def test_registers_of_one_kernel(cols, dtype, options, compiler):
 
 
 # ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_nothing_else_of_the_logits_size(dtype, implementation, compiler):
+    """On a GPU, a program allocates only one array of the logits' size: the student's gradient."""
+    rows, cols = 4096, 50257
+
+    def step(x, teacher, d):
+        function = functools.partial(jaxnorm.kl_divergence, implementation=implementation)
+        y, vjp = jax.vjp(lambda x: function(x, teacher), x)
+        return y, *vjp(d)
+
+    shapes = [((rows, cols), dtype)] * 2 + [((rows,), F32)]
+    arrays = [jax.ShapeDtypeStruct(s, t, sharding=compiler.sharding) for s, t in shapes]
+    text = jax.jit(step).lower(*arrays).compile().as_text()
+    made = hlo.made(text, rows * cols)
+    assert made == (["custom-call"] if implementation is None else ["fusion"])
 
 
 @pytest.mark.gpu

@@ -49,9 +49,7 @@ from jaxnorm_kernels.xla.cross_entropy import without_padding
 from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.label_sums import Scale, scale_of, times
 from jaxnorm_kernels.xla.reductions import (
-    fused_row_sums,
     on_cpu,
-    over_shards,
     row_any,
     row_max,
     row_sums,
@@ -193,23 +191,16 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
 
     `first` are the depths of P, and `second` those of Q. The module docstring defines the symbols.
     """
-
-    def terms() -> list[jax.Array]:
-        e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
-        u = _differences(first, second, spec)
-        of_ratio = jnp.where(second.below == -jnp.inf, jnp.inf, e_first * u)
-        is_small = jnp.abs(u) < _SMALL
-        near = e_first * jnp.expm1(jnp.where(is_small, -u, 0))
-        difference = jnp.where(is_small, near, e_second - e_first)
-        return [jnp.where(first.below == -jnp.inf, 0, of_ratio), difference, e_first, e_second]
-
-    def apart() -> list[jax.Array]:
-        return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in terms()]
-
-    def fused() -> list[jax.Array]:
-        return fused_row_sums(terms(), spec)
-
-    return over_shards(lax.platform_dependent(cpu=apart, default=fused), spec)
+    e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
+    u = _differences(first, second, spec)
+    of_ratio = jnp.where(second.below == -jnp.inf, jnp.inf, e_first * u)
+    of_ratio = jnp.where(first.below == -jnp.inf, 0, of_ratio)
+    is_small = jnp.abs(u) < _SMALL
+    near = e_first * jnp.expm1(jnp.where(is_small, -u, 0))
+    difference = jnp.where(is_small, near, e_second - e_first)
+    # XLA on a GPU computes these sums in one pass over the logits. With `fused_row_sums`, it would
+    # store the exponentials of 16-bit logits in memory.
+    return row_sums([of_ratio, difference, e_first, e_second], spec)
 
 
 class _Distributions(NamedTuple):
