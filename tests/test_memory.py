@@ -184,9 +184,7 @@ def test_nothing_else_of_the_logits_size_of_an_entropy(dtype):
     assert sum(a.size for a in kept if a.dtype == jnp.float32 and a.ndim == 1) == 3 * 64
 
 
-on_a_cpu = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="the memory of a CPU's program"
-)
+on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's program")
 
 
 @on_a_cpu
@@ -230,10 +228,7 @@ def test_temporaries_of_a_divergence_on_a_cpu(dtype, reverse):
     def plain(x, teacher, *, reverse):
         return divergences(*(a.astype(jnp.float32) for a in (x, teacher)), reverse=reverse)
 
-    forward, both = (
-        temporaries(kl_divergence, differentiated=differentiated)
-        for differentiated in (False, True)
-    )
+    forward, both = (temporaries(kl_divergence, differentiated=d) for d in (False, True))
     assert forward < 3.1
     assert both < (2.1 if dtype == "float32" else 3.1)
     assert both <= temporaries(plain, differentiated=True) - 0.9
