@@ -1,4 +1,4 @@
-"""A NaN or infinity in an unmasked entry does not reach masked entries.
+"""A NaN or infinity in an unmasked entry does not reach masked entries, nor the other way round.
 
 Cotangents and tangents of masked entries are set to 0. Without this, the sums over a row in a
 softmax's derivative would spread a NaN to all entries of the row.
@@ -41,19 +41,20 @@ FUNCTIONS = {"softmax": jaxnorm.softmax, "log_softmax": jaxnorm.log_softmax}
 BAD = [np.nan, np.inf]
 
 softmaxes = pytest.mark.parametrize(
-    ("name", "kind", "bad"),
+    ("name", "kind", "bad", "dtype"),
     [
-        (name, kind, BAD[i % 2])
+        (name, kind, BAD[i % 2], ("float32", "bfloat16")[i // 2 % 2])
         for i, (name, kind) in enumerate(itertools.product(FUNCTIONS, MASKS))
     ],
 )
 
 
-def with_bias(name, kind, **more):
+def with_bias(name, kind, dtype, **more):
     """Return three things: a function, its operands, and an array of booleans.
 
-    The booleans are True for unmasked entries. `kind` is a key of `MASKS`. If the entry of `MASKS`
-    has a bias, the operands are x and the bias. Otherwise, x is the only operand.
+    The booleans are True for unmasked entries. `kind` is a key of `MASKS`, and `dtype` is the dtype
+    of x. If the entry of `MASKS` has a bias, the operands are x and the bias. Otherwise, x is the
+    only operand.
     """
     options, kept = MASKS[kind]
     bias = [jnp.asarray(options["bias"])] if "bias" in options else []
@@ -62,7 +63,7 @@ def with_bias(name, kind, **more):
     def function(x, *bias):
         return FUNCTIONS[name](x, **rest, **({"bias": bias[0]} if bias else {}))
 
-    return function, (data(SHAPE, "float32"), *bias), np.broadcast_to(kept, SHAPE)
+    return function, (data(SHAPE, dtype), *bias), np.broadcast_to(kept, SHAPE)
 
 
 def assert_masked(values, clean, kept):
@@ -71,7 +72,7 @@ def assert_masked(values, clean, kept):
     `values` was computed from an array with one broken entry (NaN or infinite) in some rows.
     `clean` was computed from the same array without broken entries.
     """
-    values, clean = np.asarray(values), np.asarray(clean)
+    values, clean = (np.asarray(a, np.float32) for a in (values, clean))
     np.testing.assert_array_equal(values[~kept], 0)
     assert not np.isfinite(values[AT]).any()
     others = np.delete(np.arange(SHAPE[1]), BROKEN[1])
@@ -80,13 +81,15 @@ def assert_masked(values, clean, kept):
 
 @refused.expect(refused.SOME_COLUMNS)
 @softmaxes
-def test_cotangents_of_a_softmax(name, kind, bad, implementation):
-    function, operands, kept = with_bias(name, kind, implementation=implementation)
-    d = data(SHAPE, "float32", seed=1)
-    (dx, *dbias), (clean, *_) = (
-        jax.jit(lambda d: jax.vjp(function, *operands)[1](d))(d) for d in (d.at[AT].set(bad), d)
+def test_cotangents_of_a_softmax(name, kind, bad, dtype, implementation):
+    function, operands, kept = with_bias(name, kind, dtype, implementation=implementation)
+    d = data(SHAPE, dtype, seed=1)
+    (dx, *dbias), (clean, *_), (same, *_) = (
+        jax.jit(lambda d: jax.vjp(function, *operands)[1](d))(d)
+        for d in (d.at[AT].set(bad), d, jnp.where(kept, d, bad))
     )
     assert_masked(dx, clean, kept)
+    np.testing.assert_array_equal(same, clean)
     if dbias and dbias[0].shape[-1] > 1:
         # In the rows `BROKEN`, the cotangent is not finite. An entry of the bias may have a
         # non-finite gradient only if it is added to an unmasked entry of these rows.
@@ -97,8 +100,8 @@ def test_cotangents_of_a_softmax(name, kind, bad, implementation):
 
 
 @softmaxes
-def test_tangents_of_a_softmax(name, kind, bad):
-    function, operands, kept = with_bias(name, kind)
+def test_tangents_of_a_softmax(name, kind, bad, dtype):
+    function, operands, kept = with_bias(name, kind, dtype)
     t = tuple(map(jnp.cos, operands))
     broken = (t[0].at[AT].set(bad), *t[1:])
     along, clean = (jax.jit(lambda t: jax.jvp(function, operands, t)[1])(t) for t in (broken, t))
@@ -107,9 +110,9 @@ def test_tangents_of_a_softmax(name, kind, bad):
 
 @softmaxes
 @pytest.mark.parametrize("order", ["forward over reverse", "reverse over reverse"])
-def test_second_derivatives_of_a_softmax(name, kind, bad, order):
-    function, operands, kept = with_bias(name, kind)
-    d, t = data(SHAPE, "float32", seed=1), tuple(map(jnp.cos, operands))
+def test_second_derivatives_of_a_softmax(name, kind, bad, dtype, order):
+    function, operands, kept = with_bias(name, kind, dtype)
+    d, t = data(SHAPE, dtype, seed=1), tuple(map(jnp.cos, operands))
 
     def gradient(d):
         def of_operands(*operands):
