@@ -132,14 +132,14 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 
 
 @each_direction
-@pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3])
-def test_small_divergences(x64, reverse, gap):
+@pytest.mark.parametrize(("gap", "cols"), [(1e-1, 30000), (1e-2, 30000), (1e-3, 30000), (1e-3, 8)])
+def test_small_divergences(x64, reverse, gap, cols):
     """The absolute error of a small divergence is at most proportional to `gap`.
 
     The logits of student and teacher differ by about `gap`. The divergence is about gap^2 / 2, so
     its relative error is proportional to 1 / gap: the smaller the gap, the larger this error.
     """
-    x, noise = operands((4, 30000), "float32")
+    x, noise = operands((4, cols), "float32")
     teacher = x + gap * noise
     of = Divergence(x, teacher, "float32", reverse=reverse)
     y = kl_divergence(x, teacher, reverse=reverse)
