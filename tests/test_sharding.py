@@ -158,6 +158,18 @@ def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
     assert_computes(compiled(sharded, where), masked, x, mask)
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_the_gradient_of_a_16_bit_softmax_over_sharded_columns(kind):
+    """In 16 bits, the backward pass divides by the sum of y over the columns of all shards."""
+    d, x = operands("softmax", dtype="bfloat16")
+
+    def gradient(x, d):
+        return jax.vjp(jaxnorm.softmax, x)[1](d)[0]
+
+    columns = NamedSharding(mesh_of(DATA, kind), P(None, None, "data"))
+    assert_computes(jax.jit(gradient)(*jax.device_put((x, d), columns)), gradient, x, d)
+
+
 def loss(transform, x, params, **options):
     """Compute the loss of a few pre-norm layers in a scan."""
 
