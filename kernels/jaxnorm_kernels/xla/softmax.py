@@ -109,7 +109,7 @@ def _jacobian(y: jax.Array, v: jax.Array, kept: jax.Array | None, spec: Spec) ->
     """
     y, v = read_again((y, v))
     if not spec.renormalises:
-        v = _masked(v, kept, spec)
+        y, v = y.astype(spec.compute_dtype), _masked(v, kept, spec)
         return y * (v - sum_apart(v * y, spec))
     weight = partial_sum(y.astype(spec.compute_dtype), spec)
     y, v, weight = read_again((y, v, weight))
