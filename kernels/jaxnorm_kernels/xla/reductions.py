@@ -19,7 +19,7 @@ def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def partial_sum(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the sum of v over the normalised axes. If the columns are sharded, it is partial."""
+    """Return the sum of v over the normalised axes, of this device's columns only."""
     return jnp.sum(v, axis=spec.axes, keepdims=True)
 
 
@@ -119,10 +119,11 @@ def on_cpu[T](function: Callable[[T], T], values: T) -> T:
 
 
 def read_again[T](arrays: T) -> T:
-    """Return `arrays`. On a CPU, XLA then does not reuse what it computed from them before.
+    """Return `arrays`. On a CPU, what is computed from the result is computed anew.
 
-    If two sums use the same intermediate, such as a 16-bit array converted to float32, XLA on a CPU
-    stores it. It is faster to read the arrays again and to repeat the arithmetic.
+    Without this function, XLA would compute an intermediate that two sums use, such as a 16-bit
+    array converted to float32, only once, and store it in memory. On a CPU, it is faster to read
+    the arrays again and to repeat the arithmetic.
     """
     return on_cpu(lax.optimization_barrier, arrays)
 

@@ -103,9 +103,9 @@ FORMULAS: dict[Op, Formulas] = {
 def _jacobian(y: jax.Array, v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
     """Return the product of softmax's Jacobian (which is symmetric) and v.
 
-    Entries of v that are not `kept` count as 0. On CPUs, v is masked where it is used. Without the
-    first barrier, XLA would mask v before the forward pass and store the masked array, which takes
-    longer because memory must be allocated for it.
+    Entries of v for which `kept` is False count as 0. On a CPU, v is masked where it is used.
+    Without the first call of `read_again`, XLA would mask v before the forward pass and store the
+    masked array. This takes longer, because memory must be allocated for it.
     """
     y, v = read_again((y, v))
     if not spec.renormalises:
