@@ -100,6 +100,7 @@ def test_what_is_asked():
         *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp", "optax"),
         *("quack", "liger", "torch.compile"),
     }
+    chunks = [f"chunk_{rows}" for rows in (1024, 2048, 4096, 8192)]
     linear = [c for c in cells if c.op == "linear_cross_entropy"]
     assert {c.workload for c in linear} == {
         LossWorkload("linear_cross_entropy", "fwd+bwd", shape, "bfloat16")
@@ -110,7 +111,7 @@ def test_what_is_asked():
     }
     assert {c.provider for c in linear} == {
         *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp", "optax"),
-        "products",
+        *("products", *chunks),
         *("tokamax", "quack", "quack_chunks", "liger", "liger_cute", "liger_sm90"),
         *("cce", "cce_unfiltered", "torch.compile"),
     }
@@ -122,7 +123,7 @@ def test_what_is_asked():
     }
     linear = [c for c in cells if c.op == "linear_log_prob_and_entropy"]
     assert len({c.workload for c in linear}) == 4
-    assert {c.provider for c in linear} == {*(c.provider for c in log_probs), "products"}
+    assert {c.provider for c in linear} == {*(c.provider for c in log_probs), "products", *chunks}
     for pair in (
         (log_probs, [c for c in cells if c.op == "kl_divergence"]),
         (linear, [c for c in cells if c.op == "linear_kl_divergence"]),
@@ -171,7 +172,12 @@ def program(cell):
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [(n, c) for c in CELLS for n in ("jaxnorm", "optax") if PROVIDERS[n].offers(c.workload)],
+    [
+        (name, cell)
+        for cell in CELLS
+        for name in ("jaxnorm", "optax", "chunk_1024")
+        if PROVIDERS[name].offers(cell.workload)
+    ],
 )
 def test_the_providers_compute_the_loss(name, cell):
     """All measured implementations compute the same loss and gradients as jnp.

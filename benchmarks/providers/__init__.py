@@ -96,6 +96,7 @@ _NO_PRODUCTS: dict[str, Any] = {**_EVERYTHING, "linear": ()}
 _TRITON: tuple[str, tuple[str, ...]] = ("jaxnorm_functions", ("jax",))
 # The fields `distributions`, `operations`, `blocks` and `losses` of a provider, in this order.
 _LINEAR_LOSS: tuple[Any, ...] = ((), (), ("linear_cross_entropy",))
+_LINEAR_LOSSES = tuple(op for op, loss in LOSSES.items() if loss.products)
 _LIGER_CUTE = (("torch", "liger-kernel", "nvidia-cutlass-dsl"), *_LINEAR_LOSS)
 _CCE = (("torch", "cut-cross-entropy", "triton"), *_LINEAR_LOSS)
 
@@ -142,8 +143,20 @@ PROVIDERS: dict[str, Provider] = {
         "matrix_products",
         ("jax",),
         (),
-        losses=tuple(op for op, loss in LOSSES.items() if loss.products),
+        losses=_LINEAR_LOSSES,
     ),
+    # jaxnorm's linear losses with a given number of rows in each chunk, instead of the default.
+    **{
+        f"chunk_{rows}": Provider(
+            f"jaxnorm, chunk={rows}",
+            "jax",
+            "jaxnorm_functions",
+            ("jax",),
+            (),
+            losses=_LINEAR_LOSSES,
+        )
+        for rows in (1024, 2048, 4096, 8192)
+    },
     "tokamax": Provider(
         "tokamax",
         "jax",

@@ -1,9 +1,10 @@
 """The functions of the providers that call jaxnorm.
 
-There are three kinds of provider. The first calls jaxnorm with its default implementation, the
+There are four kinds of provider. The first calls jaxnorm with its default implementation, the
 second calls it with a given implementation. The third, `composed`, is for blocks (groups of
 operations that jaxnorm can fuse). It calls only jaxnorm's plain norm or softmax, and computes the
-rest of the block in jax.numpy.
+rest of the block in jax.numpy. The fourth, such as `chunk_2048`, calls linear losses with a given
+number of rows in each chunk.
 """
 
 import functools
@@ -89,7 +90,10 @@ _LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    implementation = None if name in ("jaxnorm", "composed") else name.partition("_")[0]
+    kind, _, rows = name.partition("_")
+    if kind == "chunk":
+        return functools.partial(_LOSSES[op], chunk=int(rows))
+    implementation = None if name in ("jaxnorm", "composed") else kind
 
     def plain(norm: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(norm, implementation=implementation)
