@@ -198,7 +198,7 @@ def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Compute the backward pass of `add_norm_fwd`."""
     of_norm = backward(residuals, cotangents, _unrounded(spec.last))
-    dresidual = round_to(of_norm.x, spec.last.x_dtype)
+    dresidual = _stored(round_to(of_norm.x, spec.last.x_dtype), spec)
     return of_norm._replace(x=dresidual.astype(spec.x_dtype), residual=dresidual)
 
 
@@ -218,7 +218,7 @@ def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -
     of_scale = summed_like(residuals.branch_scale, of_h * residuals.x.astype(of_h.dtype), spec)
     return of_norm._replace(
         x=_scaled(of_h, residuals, spec).astype(spec.x_dtype),
-        residual=of_h.astype(spec.norm.residual_dtype),
+        residual=_stored(of_h.astype(spec.norm.residual_dtype), spec),
         branch_scale=of_scale.astype(spec.norm.branch_scale_dtype),
     )
 
@@ -242,7 +242,7 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     dstats = cotangents.stats
     of_last = backward(last, cotangents._replace(stats=dstats[1:]), _unrounded(spec.last))
     of_first = backward(first, Results(of_last.x, stats=dstats[:1]), spec.first)
-    dresidual = of_last.x.astype(spec.norm.residual_dtype)
+    dresidual = _stored(of_last.x.astype(spec.norm.residual_dtype), spec)
     return of_first._replace(residual=dresidual, next_scale=of_last.scale)
 
 
@@ -314,6 +314,16 @@ def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
     return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
 
 
+def _stored(dx: jax.Array, spec: Spec) -> jax.Array:
+    """Return dx, the gradient of a residual stream, as an array that XLA stores.
+
+    A matmul and the next norm's backward pass read dx. If dx has 16 bits, XLA would remove the next
+    norm's cast to float32 together with the cast to 16 bits, and compute dx a second time, in
+    float32, from everything that dx depends on.
+    """
+    return dx if dx.dtype == spec.compute_dtype else lax.optimization_barrier(dx)
+
+
 def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Return the gradients of x, scale and bias of a norm that has no activation and no gate."""
     dh, dstats = cotangents.h, cotangents.stats
@@ -333,11 +343,14 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
         dx = dx + dmean[0] / spec.cols
     if dh is not None:
         dx = dx + dh.astype(spec.compute_dtype)
+    dx = dx.astype(spec.x_dtype)
+    if dh is not None:
+        dx = _stored(dx, spec)
     dscale = (
         None if scale is None else summed_like(scale, d * xh, spec).astype(spec.norm.scale_dtype)
     )
     dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.norm.bias_dtype)
-    return Operands(dx.astype(spec.x_dtype), scale=dscale, bias=dbias)
+    return Operands(dx, scale=dscale, bias=dbias)
 
 
 def normalised(
