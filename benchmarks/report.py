@@ -205,8 +205,8 @@ _CAPTIONS = {
     "The steps were compiled, not run.",
     "stacks": "Programs with many small norms: 24 pre-norm residual layers. A time is measured "
     "from the call of the program until its results are ready. Calls of the program alternate "
-    "with calls of the same program in plain jnp. By default, jaxnorm runs XLA's code for small "
-    "norms that are not differentiated.",
+    "with calls of the same program in plain jnp. By default, jaxnorm runs XLA's code for norms "
+    "that are not differentiated, and for both passes of norms of at most 256 KiB.",
 }
 _OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {

@@ -130,6 +130,15 @@ def test_a_small_norm_with_no_backward_to_come_is_xla_s(rows):
     assert kernels_in(jaxnorm.softmax, x) == 1
 
 
+@pytest.mark.parametrize("rows", [128, 129])
+def test_a_tiny_norm_is_xla_s_in_both_passes(rows):
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+    assert kernels_in(gradient(rms_norm), x) == (2 if rows > 128 else 0)
+    named = functools.partial(jaxnorm.rms_norm, implementation="mosaic")
+    assert kernels_in(gradient(named), x) == 2
+    assert kernels_in(gradient(jaxnorm.softmax), x) == 2
+
+
 def test_what_the_kernels_cannot_or_should_not_do_is_xla():
     """XLA's code runs if kernels do not support a call, or if it is faster than kernels.
 

@@ -73,6 +73,12 @@ NO_ROWS: Table = (
 # fuse the norm with other operations, without an additional launch.
 _SMALL_BYTES = 4 * 2**20
 
+# If x has at most this many bytes, XLA's code is also faster for the two passes of a norm that is
+# differentiated. In a training step with arrays this small, the GPU waits for the host. Under
+# `jax.lax.scan`, kernels cost the host even more: to pass the address of a layer's residuals to a
+# kernel, the host waits until the GPU has computed the index of the layer.
+_TINY_BYTES = 2**18
+
 #: Reasons to let XLA run a call that a kernel supports. In these cases, XLA fuses the call with the
 #: operations around it, and the whole program is faster than with the kernel. This was measured in
 #: larger programs (`python -m benchmarks.run stacks blocks`).
@@ -90,6 +96,11 @@ BETTER_FUSED: Table = (
             and not s.has_stats
             and s.rows * s.cols * s.x_dtype.itemsize <= _SMALL_BYTES
         ),
+    ),
+    (
+        "a kernel costs the host more than XLA's own; a norm this small gains less than that in "
+        "both passes",
+        lambda s: s.is_norm and s.rows * s.cols * s.x_dtype.itemsize <= _TINY_BYTES,
     ),
 )
 

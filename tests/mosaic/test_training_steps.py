@@ -1,4 +1,4 @@
-"""Training steps of models, compiled for an H100: limits of their temporary memory."""
+"""Training steps of models, compiled for an H100: limits of their memory and their launches."""
 
 import dataclasses
 import functools
@@ -6,9 +6,9 @@ import functools
 import jax
 import pytest
 
-from benchmarks import training
+from benchmarks import hlo, training
 from benchmarks.bars import BARS, VARIANT
-from benchmarks.models import MODELS, cell
+from benchmarks.models import MODELS, Size, cell
 
 # The version of cuDNN that h100.py describes. By default, JAX would look for cuDNN on this machine,
 # which has none.
@@ -19,11 +19,8 @@ CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
 @pytest.fixture(scope="module")
-def temp_bytes(compiler):
-    """Return a function that compiles the training step of a benchmark's case (a cell).
-
-    The function returns the number of bytes of temporary memory that the step needs.
-    """
+def compiled(compiler):
+    """Return a function that compiles the training step of a benchmark's case (a cell)."""
 
     @functools.cache
     def of_cell(cell):
@@ -31,9 +28,16 @@ def temp_bytes(compiler):
             patch.setattr(CHECK, lambda: CUDNN)
             patch.setattr(jax, "default_backend", lambda: "gpu")
             step = training.Step(cell, cell.batch, lambda state: (compiler.sharding,) * 2)
-            return step.temp_bytes
+            _ = step.run
+            return step
 
     return of_cell
+
+
+@pytest.fixture
+def temp_bytes(compiled):
+    """Return a function of a cell: the number of bytes of temporary memory that its step needs."""
+    return lambda cell: compiled(cell).temp_bytes
 
 
 @pytest.mark.compiles
@@ -54,3 +58,27 @@ def test_loss_without_logits(model, temp_bytes):
     ours = cell(model, "none", "scan", VARIANT)
     whole = dataclasses.replace(ours, provider="jaxnorm-whole-logits")
     assert temp_bytes(ours) <= temp_bytes(whole) + SCALARS
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("variant", ["jaxnorm-norms", "jaxnorm-everything"])
+def test_small_models_launch_no_more_than_plain_jax(variant, compiled, monkeypatch):
+    """A step of a small model takes as long as the host needs to launch its kernels.
+
+    The layers are scanned. If a matmul or a kernel reads a layer's slice of a stacked array in
+    place, XLA makes it a `dynamic-slice-fusion`: the host waits for the loop's index, from which it
+    computes the slice's address. Kernels of norms would add such waits to those of plain JAX.
+    """
+    tiny = Size("llama", 4, 256, 4, 4, 1024, 512, seq=128, batch=4)
+    monkeypatch.setitem(MODELS, "tiny", tiny)
+    steps = {name: compiled(cell("tiny", "none", "scan", name)) for name in ("jnp", variant)}
+    texts = {name: step.run.as_text() for name, step in steps.items()}
+    launched = {
+        name: sum(
+            op in ("fusion", "fusion-start", "custom-call", "copy") for op in hlo.made(text, 1)
+        )
+        for name, text in texts.items()
+    }
+    assert launched[variant] < launched["jnp"]
+    waits = {name: text.count(" %dynamic-slice-fusion") for name, text in texts.items()}
+    assert 0 < waits[variant] <= waits["jnp"]
