@@ -326,7 +326,7 @@ def test_divergences(rows, cols, dtype, teacher_dtype, reverse, kernels):
         kl_divergence, reverse=reverse, implementation=kernels, logits_scale=1.0
     )
     y, vjp = jax.vjp(lambda x: function(x, teacher), x)
-    d = jnp.linspace(-1, 2, rows)
+    d = jnp.linspace(-1, 2, rows, dtype=jnp.float32)
     of = Divergence(x, teacher, dtype, reverse=reverse)
     assert_within(y, of.value, of.bound)
     assert_within(vjp(d)[0], *of.gradient(d))

@@ -105,7 +105,7 @@ def run(
         padding=padding,
         **options,
     )
-    arrays = [x, teacher, jnp.linspace(-1, 2, len(x)) if d is None else d]
+    arrays = [x, teacher, jnp.linspace(-1, 2, len(x), dtype=F32) if d is None else d]
     with mosaic.interpreted():
         function = program(module, tuple(specs), schedule)
         return function(*arrays, *([] if positions is None else [positions]))
@@ -134,7 +134,7 @@ def test_values(cols, dtype, teacher_dtype, schedule, reverse):
     Such a test has 9 rows, so every offset occurs.
     """
     x, teacher = operands((9 if cols % 2 else 2, cols), dtype, teacher_dtype)
-    d = jnp.linspace(-1, 2, len(x))
+    d = jnp.linspace(-1, 2, len(x), dtype=F32)
     y, dx = run(mosaic, x, teacher, schedule=schedule, d=d, reverse=reverse)
     of = Divergence(x, teacher, dtype, reverse=reverse)
     assert_within(y, of.value, of.bound)
@@ -216,7 +216,7 @@ def test_no_races():
         x, teacher = operands((2, cols), dtype)
         specs = tuple(specs_of(2, cols, dtype, dtype))
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-            program(mosaic, specs, schedule)(x, teacher, jnp.ones(2))
+            program(mosaic, specs, schedule)(x, teacher, jnp.ones(2, F32))
         assert not interpret_pallas_call.get_races().races_found
 
 
@@ -430,8 +430,8 @@ def test_one_kernel_on_a_gpu(rows, cols, padding, schedule, cluster, dtype, opti
 
     `dtype` is the gradient's dtype. The results of 16 rows are compared with float64.
     """
-    x, teacher = 2 * jax.random.normal(jax.random.key(cols), (2, rows, cols))
-    d, positions = jnp.linspace(-1, 2, rows), jnp.arange(rows) % 7 != 3
+    x, teacher = 2 * jax.random.normal(jax.random.key(cols), (2, rows, cols), F32)
+    d, positions = jnp.linspace(-1, 2, rows, dtype=F32), jnp.arange(rows) % 7 != 3
     largest = np.finfo(np.float32).max
     wide = [jnp.pad(a, ((0, 0), (0, padding)), constant_values=largest) for a in (x, teacher)]
     has = {"has_positions": True, "padding": padding, "reverse": reverse, **options}
