@@ -55,7 +55,6 @@ COVERING = {
         "test_norm_gated",
         "test_forward_mode",
     ],
-    "primitives/stack": ["test_primitive", "test_cache_keys", "test_eager"],
     "primitives/eager": ["test_eager", "test_every_function", "test_cache_keys"],
     "primitives/remat": ["test_remat", "test_programs"],
     "primitives/recomputation": [
@@ -64,7 +63,15 @@ COVERING = {
         "test_norm_linear*",
         "test_linear_loss*",
     ],
-    "primitives/lowering": ["test_implementation", "test_primitive", "test_set_mesh"],
+    "primitives/row_operations": [
+        "mosaic/test_losses_mosaic",
+        "test_implementation",
+        "test_primitive",
+        "test_set_mesh",
+        "test_batches",
+        "test_programs",
+        "test_meshes",
+    ],
     "primitives/": [
         "test_implementation",
         "test_set_mesh",
