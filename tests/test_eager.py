@@ -22,8 +22,12 @@ PAIRS = {
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host's time alone, as on a CPU")
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_call_costs_what_jax_nn_s_does(name):
-    """A call outside of `jax.jit` takes at most 1.3 times as long as jax.nn's function.
+def test_a_call_costs_about_what_jax_nn_s_does(name):
+    """A call outside of `jax.jit` costs the host at most 40 us more than a call of jax.nn's.
+
+    jaxnorm's Python code takes about 10 us; tracing the call again would take several hundred. The
+    times do not include the wait for a result. If the dispatch of a call takes longer than about 10
+    us, a thread of XLA sleeps between the calls, and on some machines it takes 60 us to wake.
 
     The test compares the shortest of many timings, because other processes make some timings
     longer.
@@ -32,12 +36,13 @@ def test_a_call_costs_what_jax_nn_s_does(name):
     best = dict.fromkeys(PAIRS[name], np.inf)
     for _ in range(200):
         for function in best:
-            seconds = timeit.timeit(lambda f=function: f(x).block_until_ready(), number=20)
+            seconds = timeit.timeit(lambda f=function: f(x), number=20)
+            function(x).block_until_ready()
             best[function] = min(best[function], seconds)
-        ours, theirs = best.values()
-        if ours <= 1.3 * theirs:
+        ours, theirs = (seconds / 20 for seconds in best.values())
+        if ours <= theirs + 40e-6:
             return
-    raise AssertionError(f"{5e4 * ours:.1f} us, {5e4 * theirs:.1f} of jax.nn")
+    raise AssertionError(f"{1e6 * ours:.1f} us, {1e6 * theirs:.1f} of jax.nn")
 
 
 @pytest.mark.oldest_jax
