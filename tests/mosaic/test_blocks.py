@@ -144,9 +144,9 @@ def test_a_layer_reads_the_gradient_that_the_next_layer_stored(
 ) -> None:
     """XLA's backward code does not compute the gradient of a residual stream twice.
 
-    Each layer stores this 16-bit gradient, because a matmul reads it. The layer before it must read
-    the stored gradient, too. Otherwise, XLA would compute it again, in float32, in fusions that
-    read arrays of all later layers: 9 to 18 arrays instead of at most `most`.
+    Each layer stores this 16-bit gradient, because a matmul reads it. The preceding layer must read
+    the stored gradient, too. Otherwise, XLA would compute the gradient again, in float32. The
+    fusions that do so read arrays of all later layers: 9 to 18 arrays instead of at most `most`.
     """
     layers = 8
     own: Any = getattr(jaxnorm, f"add_{name}" if fused else name)

@@ -342,15 +342,12 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     if dstats and dmean:
         dx = dx + dmean[0] / spec.cols
     if dh is not None:
-        dx = dx + dh.astype(spec.compute_dtype)
-    dx = dx.astype(spec.x_dtype)
-    if dh is not None:
-        dx = _stored(dx, spec)
+        dx = _stored((dx + dh.astype(spec.compute_dtype)).astype(spec.x_dtype), spec)
     dscale = (
         None if scale is None else summed_like(scale, d * xh, spec).astype(spec.norm.scale_dtype)
     )
     dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.norm.bias_dtype)
-    return Operands(dx, scale=dscale, bias=dbias)
+    return Operands(dx.astype(spec.x_dtype), scale=dscale, bias=dbias)
 
 
 def normalised(
