@@ -9,7 +9,7 @@ primitives, Mosaic and Triton. A mutant is killed if a test fails, and survives 
 equivalent, and not run, if it only turns off a check of lengths (`strict=True`). Each run stops at
 the first failure. Without ``--tests``, `COVERING` names the tests of the mutated file.
 Kernels run in interpreters here. Triton's kernels need Triton: set ``--python`` to the path of a
-Python that can import Triton.
+Python that can import Triton. The tests that compile them run after those that interpret them.
 """
 
 import argparse
@@ -114,6 +114,8 @@ _OPPOSITES = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+#: Maps pytest's exit status to what happened to the mutant.
+OUTCOMES = {0: "survived", 1: "killed"}
 _FUNCTIONS = {"sum": "mean", "mean": "sum", "max": "min", "min": "max", "maximum": "minimum"}
 _FUNCTIONS |= {"exp": "expm1", "log1p": "log", "sqrt": "rsqrt", "rsqrt": "sqrt", "any": "all"}
 
@@ -246,23 +248,25 @@ def run(mutant: Mutant | None, tests: list[str], args: argparse.Namespace) -> di
             path.write_text(text[: mutant.span[0]] + mutant.instead + text[mutant.span[1] :])
         environment = os.environ | {"PYTHONPATH": f"{folder}:{folder}/kernels"}
         environment |= {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
-        if mutant is not None and "triton" in mutant.file:
-            environment["TRITON_INTERPRET"] = "1"
         command = [args.python, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-        command += [*(["--every", str(args.every)] if args.every > 1 else []), *tests]
+        command += ["--every", str(args.every)] if args.every > 1 else []
         command += ["-k", args.match] if args.match else []
-        start, output, outcome = time.monotonic(), "", "over the limit"
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True,
-                timeout=args.limit,
-            )  # fmt: skip
-            output, outcome = (
-                done.stdout,
-                {0: "survived", 1: "killed"}.get(done.returncode, f"error {done.returncode}"),
-            )
-        except subprocess.TimeoutExpired:
-            pass
+        start, output, outcome = time.monotonic(), "", "survived"
+        # Triton cannot compile in a process in which it interprets, and the reverse.
+        compiled = [test for test in tests if "triton/test_compile" in test]
+        for files, interpret in (([t for t in tests if t not in compiled], "1"), (compiled, "0")):
+            if not files or outcome != "survived":
+                continue
+            environment["TRITON_INTERPRET"] = interpret
+            try:
+                done = subprocess.run(
+                    [*command, *files], cwd=folder, env=environment, capture_output=True,
+                    text=True, timeout=args.limit,
+                )  # fmt: skip
+                output = done.stdout
+                outcome = OUTCOMES.get(done.returncode, f"error {done.returncode}")
+            except subprocess.TimeoutExpired:
+                outcome = "over the limit"
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     seconds = round(time.monotonic() - start)
     return {"outcome": outcome, "seconds": seconds, "by": failed[0][:200] if failed else ""}
