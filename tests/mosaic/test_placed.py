@@ -191,6 +191,18 @@ def test_rows_are_whole_parts_of_runs():
             assert run % softmax_schedule(spec).rows == 0
 
 
+def test_causal_rows_of_512_columns_have_smaller_units():
+    """512 columns is the least width at which a causal row has smaller units than another row."""
+    for cols, is_smaller in ((504, False), (512, True), (520, True)):
+        units = {}
+        for causal in (False, True):
+            case = Case((64, 512, cols), causal=causal)
+            spec = case.backward("softmax", BF16).as_seen_by("mosaic")
+            schedule = softmax_schedule(spec)
+            units[causal] = schedule.threads * schedule.vector
+        assert (units[True] < units[False]) == is_smaller, cols
+
+
 @pytest.mark.parametrize(
     "shape", [(5, 1, 1), (1, 3, 1), (1, 3, 4), (5, 1, 4), (5, 3, 4), (1, 1, 1)], ids=str
 )
