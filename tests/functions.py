@@ -163,6 +163,10 @@ def layer_of_a_teacher(labels, weight):
     return x, jnp.sin(features[:, None] * classes)
 
 
+def bias_of_a_teacher(weight):
+    return jnp.cos(jnp.arange(weight.shape[1], dtype=weight.dtype))
+
+
 def teacher_of(logits):
     """Return constant logits of a teacher."""
     return jnp.cos(3 * jax.lax.stop_gradient(logits))
@@ -400,6 +404,7 @@ FUNCTIONS = {
         lambda x, w, b, labels, counts, **o: jaxnorm.linear_kl_divergence(
             *(x, w, *layer_of_a_teacher(labels, w)),
             bias=b,
+            teacher_bias=bias_of_a_teacher(w),
             where=counts,
             chunk=3,
             reduction="none",
@@ -410,7 +415,10 @@ FUNCTIONS = {
         lambda x, w, b, labels, counts: divergences(
             *(
                 scales_of(labels)[..., None].astype(x.dtype) * z
-                for z in (x @ w + b, jnp.matmul(*layer_of_a_teacher(labels, w)))
+                for z in (
+                    x @ w + b,
+                    jnp.matmul(*layer_of_a_teacher(labels, w)) + bias_of_a_teacher(w),
+                )
             ),
             counts,
             reverse=True,

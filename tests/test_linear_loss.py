@@ -439,6 +439,45 @@ def test_rows_of_different_sizes(dtype):
         check_gradients(function, arrays, d)
 
 
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("of", ["sum", "log_prob"])
+def test_a_scale_for_each_row(dtype, of):
+    """A scale of a row that is a power of two has the effect of a row of x that is scaled by it."""
+    x, weight, _, labels = operands(7, 16, 64, dtype)
+    scales = jnp.asarray([1, 0.5, 2, 4, 0.25, 1, 2], jnp.float32)
+    d = cotangents_of(of, labels)
+
+    def gradients(x, weight, **options):
+        options |= {"chunk": 3} | ({} if of == "log_prob" else {"reduction": of})
+        function = FUNCTIONS[of].function
+        results, vjp = jax.vjp(lambda *a: function(*a, labels, **options), x, weight)
+        return results, vjp(d if of == "log_prob" else d[0])
+
+    results, (dx, dweight) = gradients(x, weight, logits_scale=scales)
+    of_row = scales[:, None].astype(dtype)
+    expected, (scaled, other) = gradients(x * of_row, weight)
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected)):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(dx, scaled * of_row)
+    np.testing.assert_array_equal(dweight, other)
+
+
+def test_a_sum_of_each_batch():
+    """Under `jax.vmap`, with one weight for all, each batch has its own sum."""
+    x, weight, _, labels = operands(6, 16, 40, lead=(3,))
+
+    def total(x, labels):
+        return linear_loss(x, weight, labels, reduction="sum", chunk=4)
+
+    def of_all(x):
+        return jax.vmap(total)(x, labels)
+
+    def one_by_one(x):
+        return jnp.stack([total(*each) for each in zip(x, labels)])
+
+    assert_computes(of_all(x), one_by_one, x, like=of_all)
+
+
 SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32": [1e-30, 1e30]}
 
 

@@ -68,9 +68,9 @@ def loss_of_rows(x, weight, bias, labels, *, reduction):
     """Call a loss that computes logits ``x @ weight`` itself, and reduce its results to one number.
 
     `reduction` determines which function is called. "divergence" calls `linear_kl_divergence`,
-    "several" calls `linear_log_prob_and_entropy` with several labels per position, and "log_prob"
-    calls `linear_mixture`. For any other value, such as "mean", `linear_softmax_cross_entropy` is
-    called, and the value is passed on as its option `reduction`.
+    "several" calls `linear_log_prob_and_entropy` with several labels per position, "classes" calls
+    it with a mask of classes, and "log_prob" calls `linear_mixture`. For any other value, such as
+    "mean", `linear_softmax_cross_entropy` is called, with the value as its option `reduction`.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
     if reduction == "divergence":
@@ -83,6 +83,10 @@ def loss_of_rows(x, weight, bias, labels, *, reduction):
         several = jnp.stack([jnp.maximum(labels, 0), (labels + 5) % V], -1)
         weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
         results = jaxnorm.linear_log_prob_and_entropy(x, weight, several, where=weights, **options)
+        return sum(jnp.sum(jnp.sin(result)) for result in results)
+    if reduction == "classes":
+        options["where"] = jnp.arange(V)[None, None] % 5 != 2
+        results = jaxnorm.linear_log_prob_and_entropy(x, weight, labels, **options)
         return sum(jnp.sum(jnp.sin(result)) for result in results)
     if reduction == "log_prob":
         result = linear_mixture(x, weight, labels, where=labels >= 0, **options)
@@ -132,6 +136,19 @@ LAYERS = {
         )
         for reduction in ("mean", "sum", "none", "log_prob", "several", "divergence")
     },
+    "classes": Layer(
+        functools.partial(loss_of_rows, reduction="classes"),
+        lambda: (normal(0, 8, 12, D), normal(1, D, V), normal(2, V), np.abs(LABELS) % V),
+        lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
+        "float32",
+    ),
+    # No axis of the rows is divisible by a number of devices.
+    "odd rows": Layer(
+        functools.partial(loss_of_rows, reduction="mean"),
+        lambda: (normal(0, 3, 5, D), normal(1, D, V), normal(2, V), LABELS[:3, :5]),
+        lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
+        "float32",
+    ),
 }
 
 
@@ -483,6 +500,17 @@ def test_losses_of_rows(kind, name):
     if kind == "manual":
         function = over_shards(function, mesh, specs, "data", "model")
     check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), name)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("classes", "rows and V"), ("classes", "d of x"), ("odd rows", "d of x over both")],
+)
+def test_other_shapes(name, layout, kind):
+    """A mask of classes is split like the classes, and rows need not be divisible."""
+    _, sharded, _ = placed(name, kind, LOSS[layout])
+    check(jax.jit(step_of(name))(*sharded), name)
 
 
 @each_pair("kind layout name", KINDS, ["rows", "rows and V"], ["sum", "log_prob"])

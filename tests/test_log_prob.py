@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,6 +37,43 @@ def test_log_probabilities_are_losses(dtype, implementation):
     log_prob, _ = check(x, labels, d, implementation=implementation)
     loss = softmax_cross_entropy_with_integer_labels(x, labels, implementation=implementation)
     assert_within(log_prob, -exact(loss), 2 * LogProbs(x, labels, dtype=dtype).loss_bound())
+
+
+@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize("masked", [False, True])
+def test_several_labels(count, masked):
+    """Each label of a position has its log-probability, also if the label's class is masked."""
+    rng = np.random.default_rng(count)
+    x = jnp.asarray(3 * rng.normal(size=(5, 64)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 64, (5, count)), jnp.int32)
+    d = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, count), (5,)))
+    where = jnp.asarray(rng.random((5, 64)) < 0.7) if masked else None
+
+    def plain(x):
+        lse = jax.nn.logsumexp(x, -1, keepdims=True, where=where)
+        log_p = x - lse
+        terms = jnp.exp(log_p) * log_p
+        return jnp.take_along_axis(log_p, labels, -1), -jnp.sum(terms, -1, where=where)
+
+    def with_gradient(function):
+        def both(x):
+            results, vjp = jax.vjp(function, x)
+            return results, vjp(d)
+
+        return both
+
+    def several(x):
+        return log_prob_and_entropy(x, labels, where=where)
+
+    def second_derivative(function):
+        def total(x):
+            return sum(jnp.sum(a * jnp.sin(y)) for a, y in zip(d, function(x)))
+
+        return jax.grad(lambda x: jnp.sum(jnp.cos(x) * jax.grad(total)(x)))
+
+    for transform in (with_gradient, second_derivative):
+        ours = transform(several)
+        assert_computes(ours(x), transform(plain), x, like=ours)
 
 
 @refusable

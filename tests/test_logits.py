@@ -60,6 +60,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     y_dtype = d.dtype.name
 
     options = {"where": where, "scale": scale, "causal": causal, "dtype": y_dtype}
+    scale = float(scale)
     call = functools.partial(function, implementation=implementation, **options)
     y, vjp = jax.vjp(lambda x, bias: call(x, bias=bias), x, bias)
     dx, dbias = vjp(d)
@@ -117,6 +118,28 @@ def test_bias(name, shape, causal, half, implementation):
     x, d = data(SHAPE, x_dtype), data(SHAPE, y_dtype, seed=1, scale=1.0)
     bias = data(shape, bias_dtype, seed=2)
     check(name, x, bias, d, causal=causal, implementation=implementation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_scale_that_is_an_array(name, dtype):
+    x, d = data(SHAPE, dtype), data(SHAPE, "float32", seed=1, scale=1.0)
+    bias = data((1, 3, 1, 72), "float32", seed=2)
+    check(name, x, bias, d, where=mask_of((40, 1)), scale=jnp.float32(SCALE))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_traced_scale_compiles_once_and_is_a_constant(name):
+    x, function = data((4, 8), "float32"), getattr(jaxnorm, name)
+    compiled = jax.jit(lambda x, scale: function(x, scale=scale))
+    for scale in (0.5, 2.0):
+        expected = getattr(jax.nn, name)(exact(x) * scale)
+        np.testing.assert_allclose(compiled(x, scale), expected, rtol=1e-5)
+    assert compiled._cache_size() == 1
+    with pytest.raises(TypeError, match=r"scale is differentiated.*stop_gradient, or multiply x"):
+        jax.grad(lambda scale: function(x, scale=scale).sum())(0.5)
+    with pytest.raises(ValueError, match=r"scale has shape \(4,\); expected a number or a scalar"):
+        function(x, scale=jnp.ones(4))
 
 
 @on_each_implementation("name shape causal", [*FUNCTIONS], BROADCAST, [False, True])

@@ -18,7 +18,8 @@ from specs import BF16, F32
 from test_softmax import FUNCTIONS, data
 
 import jaxnorm
-from jaxnorm_kernels import mosaic
+from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.mosaic.rows.logits import operand_row, row_of_x
 from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
@@ -189,6 +190,14 @@ def test_rows_are_whole_parts_of_runs():
             assert run % choose(spec).rows == 0
             spec = case.backward("softmax", F32).as_seen_by("mosaic")
             assert run % softmax_schedule(spec).rows == 0
+
+
+def test_plain_jax_computes_the_specs_of_kernels():
+    """The rows of several matrices, one after the other, have the causal mask of each matrix."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5, 8)), F32)
+    spec = Case(x.shape, causal=True, scale=1.0).call("softmax", F32).as_seen_by("mosaic")
+    y = xla.forward(Operands(x.reshape(-1, 8)), spec).y
+    np.testing.assert_array_equal(y.reshape(x.shape), jaxnorm.softmax(x, causal=True))
 
 
 def test_causal_rows_of_512_columns_have_smaller_units():
