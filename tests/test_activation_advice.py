@@ -122,6 +122,38 @@ def test_a_norm_that_has_one():
     assert not told(report)
 
 
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_norm_that_another_norm_follows(is_followed):
+    """There is no advice if a norm in plain JAX also uses the result of jaxnorm's norm.
+
+    The derivative of the second norm needs this result.
+    """
+
+    def step(x, scale):
+        y = jaxnorm.rms_norm(x, scale)
+        other = jnp.mean(rms_norm(y, 1.0)) if is_followed else 1
+        return jnp.cumsum(jax.nn.silu(y), axis=0) * other
+
+    assert has_activations(of_rows(step)) != is_followed
+
+
+def test_a_result_that_is_cast_twice():
+    """If the result of a norm in plain JAX is cast for each use, all casts are saved.
+
+    jaxnorm's norm returns, and saves, a single 16-bit array.
+    """
+
+    def before(x, scale):
+        y = rms_norm(x.astype(jnp.float32), scale)
+        return jnp.sin(y.astype(x.dtype)) @ jnp.outer(scale, scale) + y.astype(x.dtype)
+
+    def after(x, scale):
+        y = jaxnorm.rms_norm(x, scale)
+        return jnp.sin(y) @ jnp.outer(scale, scale) + y
+
+    check(of_rows(before), of_rows(after), "rms_norm")
+
+
 def test_a_product_that_is_cast_twice():
     """If a norm casts the result of a matmul twice, plain JAX saves both casts.
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from advice_cases import told
+from advice_cases import assert_true, told
 
 import jaxnorm
 from jaxnorm import memory_report
@@ -76,3 +76,15 @@ def test_a_gated_sum(own, dtype):
     assert all("with gate=" in row.advice for row in rows)
     assert before.total - after.total == pytest.approx(sum(row.saves for row in rows), rel=0.1)
     assert not any("layer_norm" in row.advice for row in told(after))
+
+
+@pytest.mark.parametrize("own", [plain_norm, norm])
+def test_a_residual_that_is_multiplied_by_a_number(own):
+    """A number is no gate, so the product with a number is the residual, not the branch."""
+
+    def halved(sum_and_norm):
+        return lambda residual, *others: sum_and_norm(0.5 * residual, *others)
+
+    before = report_of(halved(functools.partial(gated_sum, own)), "float32")
+    after = report_of(halved(ours), "float32")
+    assert_true(before, after, "add_layer_norm")

@@ -260,6 +260,50 @@ def test_capped_logits_that_something_else_takes():
     assert not any("softcap" in row.advice for row in told(report))
 
 
+@pytest.mark.parametrize(
+    "cap",
+    [
+        lambda logits, caps: caps * jnp.tanh(logits / 30),
+        lambda logits, caps: 30 / jnp.tanh(logits / 30),
+    ],
+    ids=["several caps", "a reciprocal"],
+)
+def test_what_is_no_softcap(cap):
+    """A softcap multiplies the tanh by one number, which is a constant.
+
+    The advice then is to use a loss that takes the logits as they are.
+    """
+
+    def before(x, weight, labels):
+        return of_optax(cap(x @ weight, weight[0]).astype(jnp.float32), labels)
+
+    def after(x, weight, labels):
+        return ours(cap(x @ weight, weight[0]), labels)
+
+    rows = check(before, after, OURS.__name__, "bfloat16", "bfloat16")
+    assert not any("softcap" in row.advice for row in rows)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_a_weight_per_group_of_tokens(experts):
+    """A linear loss has one weight for all tokens.
+
+    The report does not recommend it if groups of tokens have different weights.
+    """
+
+    def loss(cross_entropy):
+        def of_groups(x, weight, labels):
+            weights = jnp.stack([weight] * experts) if experts > 1 else weight
+            groups = x.reshape(experts, -1, WIDTH) if experts > 1 else x
+            return cross_entropy((groups @ weights).reshape(TOKENS, CLASSES), labels)
+
+        return of_groups
+
+    before = loss(lambda logits, labels: of_optax(logits.astype(jnp.float32), labels))
+    after, function = (LINEAR, LINEAR) if experts == 1 else (loss(ours), OURS)
+    check(before, after, function.__name__, "bfloat16", "bfloat16")
+
+
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("is_closed_over", [True, False])
 def test_frozen_operands(argnums, is_closed_over):
@@ -276,6 +320,26 @@ def test_frozen_operands(argnums, is_closed_over):
     before = report(lambda x, w: of_optax(x @ w, FIRST))
     after = report(lambda x, w: LINEAR(x, w, FIRST))
     assert_all_true(before, after, "linear_softmax_cross_entropy")
+
+
+@pytest.mark.remat
+@pytest.mark.parametrize("is_used_twice", [True, False])
+def test_a_frozen_operand_that_is_cast(is_used_twice):
+    """An array that is saved only for the matmul is freed, even if the matmul takes a cast of it.
+
+    Here, `jax.checkpoint` saves a float32 array, and recomputes its cast. The array is not freed if
+    another operation needs it.
+    """
+    x, weight = operands("float32", "bfloat16")
+
+    def loss(x, weight, labels):
+        hidden = jnp.sin(x)
+        logits = jax.checkpoint(lambda h, w: h.astype(w.dtype) @ w)(hidden, weight)
+        other = jnp.sum(hidden * weight[:, 0]) if is_used_twice else 0.0
+        return of_optax(logits.astype(jnp.float32), labels) + other
+
+    rows = told(memory_report(loss, x, weight, LABELS, argnums=1), LINEAR.__name__)
+    assert {row.made_by for row in rows} == ({"exp"} if is_used_twice else {"exp", "sin"})
 
 
 def test_logits_that_something_else_takes():

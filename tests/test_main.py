@@ -284,6 +284,25 @@ def test_running_errors_bound_float32():
     assert 0.9 < np.max(error / stored.error) <= 1
 
 
+@pytest.mark.parametrize(
+    ("expected", "computed", "is_right"),
+    [
+        (np.inf, np.inf, True),
+        (np.inf, -np.inf, False),
+        (np.inf, 1.0, False),
+        (np.inf, np.nan, False),
+        (1.0, 1.0, True),
+        (1.0, np.inf, False),
+        (1.0, np.nan, False),
+    ],
+)
+def test_values_that_are_not_finite(expected, computed, is_right):
+    """A value is infinite exactly where the reference is, with the same sign."""
+    bounded = Bounded.exact(np.array([[expected, 2.0]]))
+    worst = selfcheck._worst(np.array([[computed, 2.0]]), bounded)
+    assert worst == (0 if is_right else np.inf)
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_for_terminals(terminal, monkeypatch):
     written = io.StringIO()

@@ -102,6 +102,15 @@ def of_other_axes_ours(logits, v, padding):
     return jnp.einsum("bths,bshd->bthd", p, v)
 
 
+def tril_of(padding):
+    """Return a mask that is causal, and in which padding is masked as well."""
+    return jnp.tril(jnp.broadcast_to(padding[:, None, None], (BATCH, 1, LENGTH, LENGTH)))
+
+
+def causal_and_padded(logits, v, padding):
+    return out(jax.nn.softmax(jnp.where(tril_of(padding), logits, -jnp.inf)), v)
+
+
 def ours_after_where(logits, v, padding):
     return out(softmax(jnp.where(padding[:, None, None], logits, -1e9)), v)
 
@@ -118,6 +127,7 @@ FOLLOWED = {
     "one more": (with_one_more, where_of(lambda padding: TRIL), "where="),
     "given": (given, where_of(lambda padding: TRIL), "where="),
     "padded": (padded, where_of(lambda padding: padding[:, None, None]), "where="),
+    "causal, padded": (causal_and_padded, where_of(tril_of), "where="),
     "window": (window, where_of(lambda padding: TRIL), "where="),
     "ours": (ours_after_where, where_of(lambda padding: padding[:, None, None]), "where="),
     "grouped": (
@@ -144,14 +154,26 @@ def test_advice_is_true(name, stack):
     assert all(words in row.advice for row in told(before, "softmax"))
 
 
-def test_a_mask_that_something_else_uses():
-    def attend(logits, v, padding):
-        mask = jnp.broadcast_to(padding[:, None, None], logits.shape)
-        p = jax.nn.softmax(jnp.where(mask, logits, -1e9))
-        return out(p, v) * jnp.sum(jnp.where(mask, logits, 0).astype(v.dtype))
+def used_twice(logits, v, mask):
+    p = jax.nn.softmax(jnp.where(mask, logits, -1e9))
+    return out(p, v) * jnp.sum(jnp.where(mask, logits, 0).astype(v.dtype))
 
-    rows = told(report_of(attend, "scan"), "softmax")
+
+def of_two_logits(logits, v, mask):
+    """Compute attention whose logits are halved, not masked, where `mask` is False."""
+    return out(jax.nn.softmax(jnp.where(mask, logits, logits / 2)), v)
+
+
+@pytest.mark.parametrize("attend", [used_twice, of_two_logits])
+def test_a_mask_that_the_softmax_cannot_take(attend):
+    """The advice is to use jaxnorm's softmax, but without a mask. So the mask is still saved."""
+
+    def of_padding(logits, v, padding):
+        return attend(logits, v, jnp.broadcast_to(padding[:, None, None], logits.shape))
+
+    rows = told(report_of(of_padding, "scan"), "softmax")
     assert {row.made_by for row in rows} == {"exp"}
+    assert not any("where=" in row.advice for row in rows)
 
 
 def test_a_reshape_of_the_softmax_s_own_axis():
@@ -164,6 +186,19 @@ def test_a_reshape_of_the_softmax_s_own_axis():
     def attend(logits, v, padding):
         p = jax.nn.softmax(logits).astype(v.dtype).reshape(BATCH, HEADS, LENGTH, 4, -1)
         return jnp.einsum("bhtgs,bgshd->bthd", p, v.reshape(BATCH, 4, -1, HEADS, HEAD))
+
+    assert not told(report_of(attend, "scan"), "softmax")
+
+
+def test_a_softmax_that_is_copied_twice():
+    """There is no advice if two different copies of the softmax's result are saved.
+
+    jaxnorm's softmax would return, and save, only one of them.
+    """
+
+    def attend(logits, v, padding):
+        p = jax.nn.softmax(logits).astype(v.dtype)
+        return grouped(p, v).reshape(BATCH, LENGTH, HEADS, HEAD) + transposed(p, v)
 
     assert not told(report_of(attend, "scan"), "softmax")
 

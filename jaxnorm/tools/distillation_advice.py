@@ -16,11 +16,11 @@ from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, o
 _FUNCTION, _LINEAR = "kl_divergence", "linear_kl_divergence"
 # Primitives of elementwise operations on one array of logits, or on two of the same shape.
 _STEPS = {
-    "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "stop_gradient",
-    "sub", *NAMING,
+    "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "sub",
+    *NAMING,
 }  # fmt: skip
 _REDUCTIONS = ("reduce_", STACKED)
-_ALONE = {"convert_element_type", "exp", "log", "neg", "stop_gradient", *NAMING}
+_ALONE = {"convert_element_type", "exp", "log", "neg", *NAMING}
 
 #: Primitives that this module recognises, in addition to `memory_advice.COMMON`.
 PRIMITIVES = {"reduce_max", "reduce_sum", "select_n", "sub", "exp", "log"}
@@ -126,13 +126,28 @@ def _logits_of(value: Value) -> tuple[Value, float]:
     value = origin(value)
     while value.operands:
         first, *others = value.operands
-        is_of_row = value.made_by in ("sub", "div") and kept_arrays.number(others[0]) is None
         is_alone = value.made_by in _ALONE and not others
-        if not is_alone and not (is_of_row and others[0].is_spread):
+        if not is_alone and not _is_step_of_softmax(value):
             break
         value = origin(first)
     logits, factors = loss_advice.factors_of(value)
     return logits, math.prod(factors)
+
+
+def _is_step_of_softmax(value: Value) -> bool:
+    """Return True if `value` is a row minus a number, or exponentials divided by their sum.
+
+    A number that is subtracted from a row does not change its softmax. Any other array that the
+    user's code subtracts, or by which it divides the logits, does.
+    """
+    if value.made_by not in ("sub", "div") or kept_arrays.number(value.operands[1]) is not None:
+        return False
+    first, second = map(origin, value.operands)
+    if second.made_by == "broadcast_in_dim" and second.size == value.size:
+        second = origin(second.operands[0])
+    is_of_rows = second.shape[-1:] == (1,)
+    is_sum = first.made_by == "exp" and kept_arrays.is_reduced(second, value.size)
+    return is_of_rows and (value.made_by == "sub" or is_sum)
 
 
 def _of_logits(found: _Divergence, program: Program) -> Advice:

@@ -33,7 +33,9 @@ _HIGH_LEVEL = {"CheckpointName": "name", "CheckpointNameFwd": "name", "RematTrac
 STACKED = "stacked layers"
 
 #: Primitives that return their operand unchanged. `origin` skips them.
-NAMING = {"name", "optimization_barrier", "reduce_precision", "copy", "pvary"}
+NAMING = {
+    "name", "optimization_barrier", "reduce_precision", "copy", "pvary", "stop_gradient",
+}  # fmt: skip
 
 
 class Value:
@@ -374,7 +376,7 @@ ELEMENTWISE = {
     "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
     "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "polynomial", "pow",
     "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
     "tanh", "xor", *NAMING,
 }  # fmt: skip
 
