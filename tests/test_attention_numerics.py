@@ -187,7 +187,10 @@ def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
 
 @pytest.mark.parametrize("kind", ["none", "causal", "mask and bias", "grouped"])
 def test_derivatives_in_both_modes_to_second_order(kind):
-    """Values, tangents and second derivatives agree with plain JAX's in float64."""
+    """Values, tangents and second derivatives agree with plain JAX's in float64.
+
+    The tangents are those along all operands, and those along one operand.
+    """
     with jax.enable_x64(True):
         q, k, v, _ = (
             a[:1, :7, :, :4] for a in operands("float64", 1, 1 if kind == "grouped" else 2)
@@ -214,7 +217,13 @@ def test_derivatives_in_both_modes_to_second_order(kind):
             def gradient(*a):
                 return jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2, 3))(*a)
 
-            return f(*given), jax.jvp(f, given, along), jax.jvp(gradient, given, along)
+            def along_one(i):
+                return jax.jvp(
+                    lambda a: f(*given[:i], a, *given[i + 1 :]), given[i : i + 1], along[i : i + 1]
+                )
+
+            ones = [along_one(i) for i in range(len(given))]
+            return jax.jvp(f, given, along), ones, jax.jvp(gradient, given, along)
 
         # An error is at most the sum of some 100 roundings, each amplified by less than 100.
         bound = reference.of_roundings(100 * 100, "float64", 1.0)

@@ -206,6 +206,22 @@ def test_calls_come_before_the_conversions():
     np.testing.assert_array_equal(model["c"](x), 2 * x)
 
 
+def test_a_subclass_of_an_equinox_norm_that_calls_has(caplog):
+    """The subclass is not changed, although ``convert`` would convert it without ``calls=``."""
+
+    class Own(eqx.nn.RMSNorm):
+        pass
+
+    model = {"a": eqx.nn.RMSNorm(WIDTH), "b": Own(WIDTH)}
+    assert type(jaxnorm.equinox.convert(model)["b"]) is jaxnorm.equinox.RMSNorm
+    caplog.clear()
+    converted = jaxnorm.equinox.convert(model, calls={eqx.nn.RMSNorm: lambda norm, x: 2 * x})
+    assert converted["b"] is model["b"]
+    x = normal((WIDTH,))
+    np.testing.assert_array_equal(converted["a"](x), 2 * x)
+    assert_told(caplog, "equinox.convert", "RMSNorm", "Own")
+
+
 def test_other_calls_are_other_traces():
     x = jnp.ones((4, WIDTH))
     model = LinenModel()

@@ -108,6 +108,23 @@ def test_scale_offset(ours, theirs):
         offset(x.astype(int))
 
 
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_a_group_norm_that_is_left_to_equinox(dtype):
+    """If x has no supported float dtype, GroupNorm runs equinox's own code."""
+    x = (9 * normal((8, 3))).astype(dtype)
+    ours, theirs = (
+        with_parameters(kind(4, 8)) for kind in (jaxnorm.equinox.GroupNorm, eqx.nn.GroupNorm)
+    )
+    y, expected = ours(x), theirs(x)
+    assert y.dtype == expected.dtype
+    assert np.any(expected)
+    np.testing.assert_array_equal(y, expected)
+    with pytest.raises(
+        ValueError, match=r"^GroupNorm: scale_offset=1\.0 with an x of shape \(8, 3"
+    ):
+        jaxnorm.equinox.GroupNorm(4, 8, scale_offset=1.0)(x)
+
+
 @each
 def test_errors(ours, theirs):
     with pytest.raises(ValueError, match=r"Norm: x has shape \(2, 4\); expected \(4,\).*jax\.vmap"):

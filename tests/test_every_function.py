@@ -19,7 +19,10 @@ from functions import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import eight_devices
+from programs import primitives
 from reference import of_roundings
+
+import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -84,6 +87,48 @@ def test_the_transpose_of_one_tangent(x64, name):
 
         (got,) = jax.linear_transpose(along, operands[i])(cotangents)
         assert_close(got, expected)
+
+
+@each
+def test_tangents_and_gradients_are_linear(x64, name):
+    """The tangent is linear in the operands' tangents, and the gradient in the results' cotangents.
+
+    So the JVP of either, for constant operands, is the same function of other arrays.
+    """
+    function, operands = call_of(name, "float64")
+    y, pullback = jax.vjp(function, *operands)
+    tangents, cotangents = cosines(operands), cosines(y)
+
+    def along(*tangents):
+        return jax.jvp(function, operands, tangents)[1]
+
+    doubled = jax.tree.map(lambda a: 2 * a, (tangents, cotangents))
+    _, of_tangents = jax.jvp(along, tangents, doubled[0])
+    assert_close(of_tangents, along(*doubled[0]))
+    _, of_cotangents = jax.jvp(pullback, (cotangents,), doubled[1:])
+    assert_close(of_cotangents, pullback(doubled[1]))
+
+
+@each
+def test_a_result_without_effect_on_the_loss(x64, name):
+    """The gradient of a result is 0 if the only use of the result has no effect on the loss.
+
+    Here, the result is the scale of a norm of which only h is used. No backward pass runs.
+    """
+    function, operands = call_of(name, "float64")
+    x = jnp.arange(8.0)
+
+    def loss(*operands):
+        scale = jnp.full(8, scalar(function)(*operands))
+        return jnp.sum(jaxnorm.add_rms_norm(x, x, scale)[1]) + jnp.sum(operands[0] ** 2)
+
+    gradient = jax.jit(jax.grad(loss, tuple(range(len(operands)))))
+    found = primitives(jax.make_jaxpr(gradient)(*operands))
+    assert not [name for name in found if name.endswith("_backward")]
+    of_first, *gradients = gradient(*operands)
+    np.testing.assert_array_equal(of_first, 2 * operands[0])
+    for gradient, operand in zip(gradients, operands[1:], strict=True):
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(operand))
 
 
 # ------------------------------- programs traced with 64-bit types and run without, and vice versa

@@ -122,6 +122,27 @@ def test_it_is_the_composition():
     assert np.isnan(results[0]).any(-1).tolist() == [False, True, True, False, False, False]
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "scale", "bias"])
+def test_the_tangent_along_one_operand(name):
+    arrays = operands(6, 16, 8)
+
+    def ours(a):
+        return rms_norm_linear(a["x"], a["weight"], a["scale"], bias=a["bias"], activation="silu")
+
+    def composed(a):
+        h = jaxnorm.rms_norm(a["x"], a["scale"], save="input")
+        return jax.nn.silu(h @ a["weight"] + a["bias"])
+
+    def along(f):
+        def tangent(arrays):
+            a = arrays[name]
+            return jax.jvp(lambda a: f(arrays | {name: a}), (a,), (jnp.cos(a),))[1]
+
+        return tangent
+
+    assert_computes(along(ours)(arrays), along(composed), arrays, like=along(ours))
+
+
 def test_shapes():
     """The operands may have 0 rows, 0 or 1 features, or only one axis."""
     for shape, features in (((0, 4), 3), ((2, 0, 4), 3), ((4,), 3), ((2, 1), 1), ((2, 4), 0)):

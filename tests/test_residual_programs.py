@@ -11,7 +11,7 @@ import pytest
 from norms import normal
 from pairs import each_pair
 from program_error import assert_computes
-from programs import equations, results_of_kernels, text_for_cuda
+from programs import equations, primitives, results_of_kernels, text_for_cuda
 
 import jaxnorm
 
@@ -66,6 +66,43 @@ def test_an_unused_result_costs_no_pass_backward(used):
     # The operands of the backward pass are y, rstd, scale and dy. If the loss does not use y, there
     # is no dy and no backward pass.
     assert [len(equation.invars) for equation in backward] == ([4] if used == 0 else [])
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("at", range(3), ids=["x", "residual", "scale"])
+def test_derivatives_along_one_operand(at):
+    """They are correct for a norm to which a residual is added, and for h if only h is used.
+
+    The derivatives along the residual run no pass of the norm.
+    """
+    x, residual = (normal((4, 16), "float32", seed) for seed in (0, 1))
+    operands = [x, residual, 2 + jnp.sin(jnp.arange(16.0))]
+
+    def added(x, residual, scale):
+        return residual + scale * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+    def along(function):
+        def derivatives(*operands):
+            def of_one(a):
+                return function(*operands[:at], a, *operands[at + 1 :])
+
+            a, tangent = operands[at], jnp.cos(operands[at])
+            gradient = jax.grad(lambda a: jnp.sum(jnp.sin(of_one(a))))
+            return jax.jvp(of_one, (a,), (tangent,)), gradient(a)
+
+        return derivatives
+
+    for ours, plain in (
+        (jaxnorm.rms_norm_add, added),
+        (lambda *a: jaxnorm.add_rms_norm(*a)[1], lambda x, residual, scale: x + residual),
+    ):
+        derivatives = along(ours)
+        jaxpr = jax.make_jaxpr(derivatives)(*operands)
+        passes = [
+            n for n in primitives(jaxpr) if n.endswith(("_norm_add_tangent", "_add_backward"))
+        ]
+        assert bool(passes) == (ours is jaxnorm.rms_norm_add and at != 1)
+        assert_computes(derivatives(*operands), along(plain), *operands, like=derivatives)
 
 
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])

@@ -260,21 +260,30 @@ def test_manual_axes_without_checks(kernels):
 def test_some_axes_manual_and_others_not(kernels):
     """If only some mesh axes are manual, XLA's code runs.
 
-    XLA partitions the call along the other mesh axes, and XLA cannot partition a kernel.
+    XLA partitions the call along the other mesh axes, and XLA cannot partition a kernel. If the
+    user requests a kernel, an error is raised.
     """
     mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     _, x, scale = operands("rms_norm")
-    mapped = jax.shard_map(
-        jaxnorm.rms_norm,
-        mesh=mesh,
-        in_specs=(P("data"), P()),
-        out_specs=P("data"),
-        axis_names={"data"},
-    )
+
+    def mapped(implementation=None):
+        mapped = jax.shard_map(
+            functools.partial(jaxnorm.rms_norm, implementation=implementation),
+            mesh=mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
+        return jax.jit(mapped)
+
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
-    compiled = jax.jit(mapped).lower(sharded, scale).compile()
+    compiled = mapped().lower(sharded, scale).compile()
     assert not moved(compiled)
     assert_computes(compiled(sharded, scale), jaxnorm.rms_norm, x, scale)
+    if kernels is not None:
+        message = "^rms_norm: implementation='stand_in' cannot run on .* neither all manual nor"
+        with pytest.raises(ValueError, match=message):
+            mapped("stand_in").lower(sharded, scale)
 
 
 def test_shards_of_unequal_size(kernels):

@@ -448,19 +448,16 @@ def positive(function: str, name: str, value: float) -> float:
 def finite_in(
     function: str,
     dtype: np.dtype,
-    numbers: Mapping[str, float | None],
+    numbers: Mapping[str, float],
     *,
     above_zero: bool = False,
 ) -> None:
     """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
     If `above_zero` is True, raise it also for numbers that are 0 after the cast. `dtype` is the
-    dtype of the arithmetic. `numbers` maps the names of options to their values. Values of None are
-    ignored.
+    dtype of the arithmetic. `numbers` maps the names of options to their values.
     """
     for name, value in numbers.items():
-        if value is None:
-            continue
         with np.errstate(over="ignore", under="ignore"):
             rounded = dtype.type(value)
         if not np.isfinite(rounded) or (above_zero and rounded == 0):

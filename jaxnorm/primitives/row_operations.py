@@ -363,14 +363,12 @@ class _RowRules(Rules[Call]):
         return primitive
 
 
-def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
+def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array:
     """Return the sum of the terms that are not None, rounded once to `dtype`.
 
-    If all terms are None, the result is None.
+    At least one term must not be None.
     """
     arrays: Sequence[jax.Array] = [a for a in terms if a is not None]
-    if not arrays:
-        return None
     wide = functools.reduce(jnp.promote_types, [a.dtype for a in arrays])
     arrays = sharding.vary_alike([a.astype(wide) for a in arrays])
     return functools.reduce(jnp.add, arrays).astype(dtype)
