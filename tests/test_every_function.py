@@ -124,7 +124,7 @@ def test_a_result_without_effect_on_the_loss(x64, name):
 
     gradient = jax.jit(jax.grad(loss, tuple(range(len(operands)))))
     found = primitives(jax.make_jaxpr(gradient)(*operands))
-    assert not [name for name in found if name.endswith("_backward")]
+    assert not [primitive for primitive in found if primitive.endswith("_backward")]
     of_first, *gradients = gradient(*operands)
     np.testing.assert_array_equal(of_first, 2 * operands[0])
     for gradient, operand in zip(gradients, operands[1:], strict=True):

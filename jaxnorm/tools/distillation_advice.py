@@ -16,8 +16,7 @@ from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, o
 _FUNCTION, _LINEAR = "kl_divergence", "linear_kl_divergence"
 # Primitives of elementwise operations on one array of logits, or on two of the same shape.
 _STEPS = {
-    "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "sub",
-    *NAMING,
+    "add", "convert_element_type", "div", "exp", "log", "mul", "neg", "select_n", "sub", *NAMING,
 }  # fmt: skip
 _REDUCTIONS = ("reduce_", STACKED)
 _ALONE = {"convert_element_type", "exp", "log", "neg", *NAMING}
