@@ -256,58 +256,111 @@ def linear(
         computed, which keeps them in memory.
     """
     traced = jax.make_jaxpr(f)(*residuals, tangent)
-    operands = (*traced.consts, *residuals, tangent)
-    jaxpr = _without_constants(traced)
-    (result,) = _linear_p.bind(*operands, jaxpr=jaxpr, barrier=barrier, transposed=False)
+    residuals = (*traced.consts, *residuals)
+    barriers = [barrier] * len(residuals)
+    program = without_constants(traced)
+    (result,) = linear_program(program, residuals, [tangent], barriers=barriers, awaits=barrier)
     return result
 
 
-def _without_constants(traced: Any) -> ClosedJaxpr:
+def linear_program(
+    jaxpr: ClosedJaxpr,
+    residuals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array],
+    *,
+    barriers: Sequence[bool],
+    awaits: bool = False,
+) -> list[jax.Array]:
+    """Return the results of a program that is linear in its last arguments.
+
+    Only `residuals` are saved for the transpose.
+
+    Args:
+      jaxpr: a program of `residuals` and `tangents`, without constants.
+      residuals: arrays of any dtypes.
+      tangents: the arrays in which the program is linear.
+      barriers: a bool for each residual. If it is True, an optimization barrier separates the
+        residual from the transpose. XLA then cannot use a value of the forward pass in place of one
+        that the transpose computes from the residual.
+      awaits: if True, the barrier includes the cotangents.
+    """
+    static = {"jaxpr": jaxpr, "barriers": tuple(barriers), "awaits": awaits, "transposed": False}
+    results: list[jax.Array] = _linear_p.bind(*residuals, *tangents, **static)
+    return results
+
+
+def without_constants(traced: Any) -> ClosedJaxpr:
     """Return a traced program's jaxpr, in which the constants have become the first arguments."""
     jaxpr = traced.jaxpr
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
 
 def _run_linear(
-    *operands: jax.Array, jaxpr: ClosedJaxpr, barrier: bool, transposed: bool
+    *operands: jax.Array,
+    jaxpr: ClosedJaxpr,
+    barriers: tuple[bool, ...],
+    awaits: bool,
+    transposed: bool,
 ) -> list[jax.Array]:
-    if barrier and transposed:
-        operands = lax.optimization_barrier(operands)
+    if transposed:
+        chosen = [*barriers, *[awaits] * (len(operands) - len(barriers))]
+        through, rest = _partition(chosen, operands)
+        if through:
+            operands = tuple(_merge(chosen, lax.optimization_barrier(through), rest))
     results: list[jax.Array] = jaxpr_as_fun(jaxpr)(*operands)
     return results
 
 
 def _transpose_linear(
-    cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, barrier: bool, transposed: bool
+    cotangents: Sequence[Any],
+    *operands: Any,
+    jaxpr: ClosedJaxpr,
+    barriers: tuple[bool, ...],
+    awaits: bool,
+    transposed: bool,
 ) -> list[jax.Array | None]:
-    *residuals, tangent = operands
-    none = [None] * len(residuals)
-    (cotangent,) = cotangents
-    if isinstance(cotangent, ad.Zero):
-        return [*none, None]
+    is_linear = [ad.is_undefined_primal(a) for a in operands]
+    undefined, known = _partition(is_linear, operands)
+    given = [not isinstance(ct, ad.Zero) for ct in cotangents]
+    if not any(given):
+        return [None] * len(operands)
+    nonzero, zeros = _partition(given, cotangents)
+    avals = [a.aval for a in undefined]
 
-    def transpose(*arrays: jax.Array) -> jax.Array:
-        *residuals, cotangent = arrays
-        of_tangent = functools.partial(jaxpr_as_fun(jaxpr), *residuals)
-        (result,) = jax.linear_transpose(of_tangent, tangent.aval)([cotangent])
-        return result
+    def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
+        known, some = _split(arrays, len(arrays) - len(nonzero))
+        cotangents = _merge(given, some, [ad.instantiate_zeros(ct) for ct in zeros])
 
-    jaxpr = _without_constants(traced := jax.make_jaxpr(transpose)(*residuals, cotangent))
-    operands = (*traced.consts, *residuals, cotangent)
-    return [
-        *none,
-        *_linear_p.bind(*operands, jaxpr=jaxpr, barrier=barrier, transposed=not transposed),
-    ]
+        def of_linear(*linear: jax.Array) -> list[jax.Array]:
+            return jaxpr_as_fun(jaxpr)(*_merge(is_linear, linear, known))
+
+        return jax.linear_transpose(of_linear, *avals)(cotangents)
+
+    traced = jax.make_jaxpr(transpose)(*known, *nonzero)
+    # A tangent that is not differentiated is a known operand, and has no barrier.
+    every = [*barriers, *[False] * (len(operands) - len(barriers))]
+    known_barriers = tuple(b for b, linear in zip(every, is_linear) if not linear)
+    results = _linear_p.bind(
+        *traced.consts,
+        *known,
+        *nonzero,
+        jaxpr=without_constants(traced),
+        barriers=(False,) * len(traced.consts) + known_barriers,
+        awaits=awaits,
+        transposed=not transposed,
+    )
+    return _merge(is_linear, results, [None] * len(known))
 
 
 def _jvp_linear(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
-    *zeros, along = [isinstance(t, ad.Zero) for t in tangents]
-    if along or not all(zeros):
+    residuals = len(static["barriers"])
+    if not all(isinstance(t, ad.Zero) for t in tangents[:residuals]):
         return _jvp(primals, tangents, **static)
-    of = (*primals[:-1], tangents[-1])
+    along = map(ad.instantiate_zeros, tangents[residuals:])
+    of = (*primals[:residuals], *along)
     return _linear_p.bind(*primals, **static), _linear_p.bind(*of, **static)
 
 
-# A primitive that computes (*residuals, tangent) -> result. If its parameter `transposed` is True,
-# it computes (*residuals, result's cotangent) -> tangent's cotangent.
+# A primitive that computes (*residuals, *tangents) -> results. If its parameter `transposed` is
+# True, it computes (*residuals, *cotangents of the results) -> cotangents of the tangents.
 _linear_p = _of_program("jaxnorm.linear", _run_linear, _jvp_linear, _transpose_linear)

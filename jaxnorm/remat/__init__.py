@@ -1,0 +1,1 @@
+"""Automatic rematerialisation: a minimum cut chooses the arrays that a function saves."""

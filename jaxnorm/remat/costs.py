@@ -1,0 +1,149 @@
+"""The costs of an equation: bytes of its results, and seconds to compute them again.
+
+Seconds are those of a roofline: the larger of the time for arithmetic and the time for memory. They
+depend on the kind of device, but not on measurements, so that all hosts of a job plan the same.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params  # type: ignore[attr-defined]
+
+# (operations per second of a 16-bit matmul, bytes of memory per second), for the kinds of devices
+# whose name contains the key. Only the ratio of the two numbers matters for a plan.
+_RATES = {
+    "B200": (2000e12, 7.0e12),
+    "H200": (700e12, 4.2e12),
+    "H100": (700e12, 3.0e12),
+    "A100": (280e12, 1.8e12),
+    "TPU v5p": (459e12, 2.8e12),
+    "TPU v6": (918e12, 1.6e12),
+}
+_OTHER_RATES = (600e12, 3.0e12)
+
+# XLA fuses elementwise operations. On average, one in this number of them stores its result.
+_FUSED = 8
+# Without a budget, this many bytes of memory traffic are accepted to save one byte less.
+_TRAFFIC_PER_BYTE = 500
+# Seconds of random bits, relative to another elementwise operation. Without a budget, a mask of one
+# byte per element is saved, because the 32 random bits of an element cost more.
+_RANDOM = 150
+
+# Operations that XLA fuses with others. An operation that is in none of these tables is costly.
+_ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex",
+    "concatenate", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div",
+    "dynamic_slice", "dynamic_update_slice", "empty2", "eq", "eq_to", "erf", "erf_inv", "erfc",
+    "exp", "exp2", "expm1", "floor", "gather", "ge", "gt", "imag", "integer_pow", "iota",
+    "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max",
+    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pad", "polynomial",
+    "population_count", "pow", "real", "reduce_precision", "rem", "rev", "round", "rsqrt",
+    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
+    "sinh", "slice", "split", "sqrt", "square", "stack", "sub", "tan", "tanh", "tile", "unstack",
+    "xor",
+}  # fmt: skip
+_REDUCTIONS = {
+    "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
+    "reduce_sum", "reduce_xor",
+}  # fmt: skip
+# Operations that move no data.
+_FREE = {
+    "axis_index", "name", "optimization_barrier", "pcast", "pvary", "random_unwrap", "random_wrap",
+    "reshape", "sharding_constraint", "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
+_RANDOM_BITS = {
+    "random_bits", "random_fold_in", "random_seed", "random_split", "rng_bit_generator",
+    "rng_uniform", "threefry2x32",
+}  # fmt: skip
+# Operations on inner programs that run once.
+_CALLS = {"jit", "closed_call", "core_call", "custom_jvp_call", "remat2"}
+
+
+@functools.cache
+def _rates() -> tuple[float, float]:
+    kind = jax.local_devices()[0].device_kind
+    return next((rates for name, rates in _RATES.items() if name in kind), _OTHER_RATES)
+
+
+def bytes_per_second() -> float:
+    """Return the number of bytes that one second of recomputation may save, without a budget."""
+    return _rates()[1] * _FUSED / _TRAFFIC_PER_BYTE
+
+
+def size(aval: Any) -> int:
+    """Return the number of bytes of an array on one device; 0 for other types, such as tokens."""
+    shape = tuple(getattr(aval, "shape", ()))
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and any(getattr(sharding, "spec", ())):
+        shape = sharding.shard_shape(shape)
+    return math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def is_costly(equation: Any) -> bool:
+    """Return True for an equation that must not run twice, such as a matmul, a sort or a kernel."""
+    name = primitive_name(equation)
+    if equation.effects:
+        return True
+    if name in _CALLS:
+        return any(is_costly(e) for body in _bodies(equation) for e in body.eqns)
+    is_cheap = any(name in table for table in (_ELEMENTWISE, _REDUCTIONS, _FREE, _RANDOM_BITS))
+    return not is_cheap and not _is_row_function(name)
+
+
+def primitive_name(equation: Any) -> str:
+    """Return the name of an equation's primitive. Names for policies are always called "name"."""
+    high_level = type(equation.params.get("_prim")).__name__
+    return "name" if high_level.startswith("CheckpointName") else equation.primitive.name
+
+
+def _is_row_function(name: str) -> bool:
+    """Return True for jaxnorm's own norms, softmaxes and losses, without those of linear layers."""
+    return name.startswith("jaxnorm.") and "linear" not in name
+
+
+def seconds(equation: Any) -> float:
+    """Return the predicted time of an equation on one device."""
+    name = primitive_name(equation)
+    operations, bandwidth = _rates()
+    if name in _FREE:
+        return 0.0
+    if bodies := _bodies(equation):
+        runs = equation.params.get("length", 1) if name == "scan" else 1
+        return runs * sum(seconds(e) for body in bodies for e in body.eqns)
+    read, written = (sum(size(v.aval) for v in vs) for vs in (equation.invars, equation.outvars))
+    if name in _ELEMENTWISE:
+        return written / bandwidth / _FUSED
+    if name in _RANDOM_BITS:
+        return written / bandwidth / _FUSED * _RANDOM
+    if name in _REDUCTIONS:
+        return max(read, written) / bandwidth / _FUSED
+    if _is_row_function(name):
+        return (read + written) / bandwidth / _FUSED
+    return max(_flops(equation, name) / operations, (read + written) / bandwidth)
+
+
+def _bodies(equation: Any) -> list[Any]:
+    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(equation.params)]
+
+
+def _flops(equation: Any, name: str) -> float:
+    """Return the number of operations of a matmul, a convolution or an attention."""
+    shapes = [getattr(v.aval, "shape", ()) for v in equation.invars]
+    outputs = math.prod(getattr(equation.outvars[0].aval, "shape", ()))
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        flops = 2 * outputs * math.prod(shapes[0][i] for i in contracted)
+    elif name.startswith("ragged_dot"):
+        flops = 2 * outputs * shapes[0][-1]
+    elif name == "conv_general_dilated":
+        features = equation.params["dimension_numbers"].rhs_spec[0]
+        flops = 2 * outputs * math.prod(shapes[1]) // max(shapes[1][features], 1)
+    elif "dot_product_attention" in name and len(shapes[0]) == 4:
+        flops = 4 * math.prod(shapes[0]) * shapes[1][1]
+    else:
+        return 0.0
+    # A matmul of 32-bit numbers takes about twice as long as one of 16 bits.
+    return flops * max(1, equation.invars[0].aval.dtype.itemsize / 2)

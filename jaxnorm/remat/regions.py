@@ -1,0 +1,344 @@
+"""Regions: parts of a program whose derivative saves the values that a minimum cut chooses.
+
+A region is the whole function, or the body of a scan, of a branch or of `jax.shard_map` in it. It
+is a `jax.custom_jvp` function. Its rule linearizes the program, splits the result into equations
+that depend on tangents and others, and evaluates only the others::
+
+    forward pass     outputs and saved values, by the equations that do not depend on tangents
+    derivative       one call of `linear_program`, which takes the saved values and the arguments,
+                     computes the other residuals again, and then the tangents
+
+JAX saves the operands of that call and nothing else. Its transpose is the backward pass. Because
+the derivative is an ordinary linear primitive, forward mode, higher derivatives, `jax.vmap` and
+`jax.shard_map` need no special code, and no policy of `jax.checkpoint` is involved.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Var, jaxpr_as_fun  # type: ignore[attr-defined]
+
+from jaxnorm.primitives.recomputation import linear_program
+from jaxnorm.remat import costs
+from jaxnorm.remat.cuts import Cut, Graph, Step
+from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
+
+Mask = tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pricing:
+    """The price at which all regions of a function choose what they save.
+
+    Attributes:
+      price: number of bytes that are worth one second of recomputation.
+      allow_costly: True if costly operations may run again, to meet a budget.
+      cuts: choices that have been made already.
+    """
+
+    price: float
+    allow_costly: bool = False
+    cuts: dict[Graph, Cut] = dataclasses.field(default_factory=dict)
+
+    def cut(self, graph: Graph) -> Cut:
+        if graph not in self.cuts:
+            self.cuts[graph] = graph.cut(self.price, self.allow_costly)
+        return self.cuts[graph]
+
+
+def needs_barrier(in_loop: bool) -> bool:
+    """Return True if a barrier separates the recomputation of a region from the forward pass.
+
+    Inside a loop, XLA cannot merge values of the backward pass with those of the forward pass,
+    because the two passes are two loops. Elsewhere, XLA would merge equal values, and so keep the
+    arrays in memory that the plan does not save.
+    """
+    return not in_loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Linearized:
+    """A program and its derivative along some of the inputs.
+
+    Attributes:
+      program: all equations. Its inputs are the inputs of the region, then the tangents.
+      inputs, tangents: the two parts of the inputs.
+      outputs: results of the region.
+      moving: a bool for each result: True if its tangent is not zero.
+      along: tangents of these results.
+      known: equations that do not depend on tangents.
+      linear: equations that depend on tangents.
+      residuals: values of `known`, and inputs, that `linear` uses.
+      graph: the graph whose cuts are the choices of saved values.
+      values: the variable of each value of the graph.
+    """
+
+    program: Program
+    inputs: tuple[Var, ...]
+    tangents: tuple[Var, ...]
+    outputs: tuple[Any, ...]
+    moving: Mask
+    along: tuple[Any, ...]
+    known: list[Any]
+    linear: list[Any]
+    residuals: list[Var]
+    graph: Graph
+    values: list[Var]
+
+
+class Region:
+    """A part of a program, which saves what its minimum cut chooses.
+
+    Attributes:
+      program: the program, flat.
+      is_free: a bool for each input: True if the array is in memory anyway, so that saving it costs
+        nothing.
+      in_loop: True if the region is inside a scan.
+      runs: number of times that the region runs.
+      parts: the regions inside this one.
+      linearizations: the derivatives that have been traced, for each mask of differentiated inputs.
+    """
+
+    def __init__(
+        self, traced: Any, is_free: Sequence[bool], in_loop: bool = False, runs: int = 1
+    ) -> None:
+        self._traced = traced
+        self.program = flattened(traced)
+        self.is_free = (*is_free, *[True] * len(self.program.constants))
+        self.in_loop, self.runs = in_loop, runs
+        self.linearizations: dict[Mask, Linearized] = {}
+        self.parts: list[Region] = []
+        self._special: dict[int, Callable[..., Any]] = {}
+        free = {v for v, is_free in zip(self.program.inputs, self.is_free) if is_free}
+        for i, equation in enumerate(self.program.equations):
+            make = _SPECIAL.get(equation.primitive.name)
+            if make is not None and _has_derivative(equation):
+                self._special[i] = make(self, equation, free)
+
+    def __call__(self, pricing: Pricing, *arrays: Any) -> list[Any]:
+        """Return the outputs of the region."""
+        if not any(map(_is_inexact, arrays)):
+            return jaxpr_as_fun(self._traced)(*arrays)
+        run = jax.custom_jvp(lambda *arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
+        run.defjvp(functools.partial(self._jvp, pricing), symbolic_zeros=True)
+        return run(*arrays, *self.program.constants)
+
+    @property
+    def _count(self) -> int:
+        return len(self.program.inputs) - len(self.program.constants)
+
+    def part(self, traced: Any, is_free: Sequence[bool], in_loop: bool, runs: int) -> "Region":
+        """Add a region inside this one, and return it."""
+        region = Region(traced, is_free, self.in_loop or in_loop, self.runs * runs)
+        self.parts.append(region)
+        return region
+
+    def _jvp(self, pricing: Pricing, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        mask = tuple(not isinstance(t, SymbolicZero) for t in tangents)
+        given = [t for t, is_given in zip(tangents, mask) if is_given]
+        linearized = self.linearized(pricing, mask, primals, given)
+        outputs, along = self.apply(linearized, pricing.cut(linearized.graph), primals, given)
+        found = iter(along)
+        zeros = [SymbolicZero(jax.typeof(y).to_tangent_aval()) for y in outputs]
+        moved = [next(found) if m else zero for m, zero in zip(linearized.moving, zeros)]
+        return outputs, moved
+
+    def linearized(
+        self, pricing: Pricing, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
+    ) -> Linearized:
+        """Trace the derivative along the inputs that `mask` selects."""
+        if mask in self.linearizations:
+            return self.linearizations[mask]
+        special = {i: functools.partial(f, pricing) for i, f in self._special.items()}
+        places = [i for i, is_along in enumerate(mask) if is_along]
+        inexact = [i for i, v in enumerate(self.program.outputs) if _is_inexact(v.aval)]
+
+        def both(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            def along(*moving: Any) -> tuple[list[Any], list[Any]]:
+                arrays = list(primals)
+                for i, a in zip(places, moving):
+                    arrays[i] = a
+                outputs = evaluate(self.program, arrays, special)
+                rest = [None if i in inexact else y for i, y in enumerate(outputs)]
+                return [outputs[i] for i in inexact], rest
+
+            some, linear, rest = jax.linearize(along, *[primals[i] for i in places], has_aux=True)
+            found = iter(some)
+            return [next(found) if y is None else y for y in rest], linear(*tangents)
+
+        traced = jax.make_jaxpr(both)(list(primals), list(tangents))
+        self.linearizations[mask] = result = self._split(flattened(traced), len(primals), inexact)
+        return result
+
+    def _split(self, program: Program, count: int, inexact: Sequence[int]) -> Linearized:
+        """Split a traced derivative into its known and its linear equations."""
+        constants = len(program.constants)
+        assert not constants, "constants of the derivative"
+        inputs, tangents = program.inputs[:count], program.inputs[count:]
+        results = len(self.program.outputs)
+        outputs, along = program.outputs[:results], program.outputs[results:]
+        linear = reached_from(program.equations, tangents)
+        moves = dict(zip(inexact, along))
+        moving = tuple(i in moves and moves[i] in linear for i in range(results))
+        along = tuple(moves[i] for i, is_moving in enumerate(moving) if is_moving)
+        is_linear = [any(v in linear for v in variables(e.invars)) for e in program.equations]
+        of_linear = [e for e, tangent in zip(program.equations, is_linear) if tangent]
+        of_linear = needed(of_linear, along)
+        uses = dict.fromkeys(v for e in of_linear for v in variables(e.invars))
+        residuals = [v for v in uses if v not in linear]
+        rest = [e for e, tangent in zip(program.equations, is_linear) if not tangent]
+        known = needed(rest, [*outputs, *residuals])
+        free = {v for v, is_free in zip(inputs, self.is_free) if is_free}
+        graph, values = self._graph(known, inputs, free, residuals)
+        return Linearized(
+            program, inputs, tangents, outputs, moving, along, known, of_linear, residuals, graph, values
+        )
+
+    def _graph(
+        self, known: list[Any], inputs: Sequence[Var], free: set[Var], residuals: list[Var]
+    ) -> tuple[Graph, list[Var]]:
+        """Return the graph of the equations that the residuals depend on, and its values."""
+        equations = [e for e in needed(known, residuals) if e.outvars]
+        made = [v for e in equations for v in e.outvars]
+        values = [*(v for v in inputs if v not in free), *made]
+        index = {v: i for i, v in enumerate(values)}
+        sizes = {v: costs.size(v.aval) for v in values}
+        steps = []
+        for e in equations:
+            never = bool(e.effects) or (not self.in_loop and e.primitive.name in _SPECIAL)
+            steps.append(
+                Step(
+                    math.inf if never else costs.seconds(e),
+                    tuple(index[v] for v in variables(e.invars) if v in index),
+                    tuple(index[v] for v in e.outvars),
+                    costs.is_costly(e),
+                )
+            )
+            if e.primitive.name == "shard_map":
+                body = e.params["jaxpr"]
+                sizes |= {v: costs.size(w.aval) for v, w in zip(e.outvars, body.outvars)}
+        graph = Graph([sizes[v] for v in values], steps, [index[v] for v in residuals if v in index])
+        return graph, values
+
+    def apply(
+        self, derivative: Linearized, cut: Cut, primals: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the outputs and their tangents. The derivative saves what the cut has chosen."""
+        program, inputs = derivative.program, derivative.inputs
+        saved = [derivative.values[i] for i in cut.saved]
+        again = needed(derivative.known, derivative.residuals, saved)
+        again = [e for e in again if not e.effects]
+        used = dict.fromkeys(v for e in again for v in variables(e.invars))
+        used |= dict.fromkeys(derivative.residuals)
+        operands = [v for v in used if v in {*saved, *inputs}]
+        computed = [v for v in operands if v not in inputs]
+        outputs = [*derivative.outputs, *computed]
+        forward = program.closed(needed(derivative.known, outputs), inputs, outputs)
+        arrays = jaxpr_as_fun(forward)(*primals)
+        results, rest = arrays[: len(derivative.outputs)], arrays[len(derivative.outputs) :]
+        if not derivative.along:
+            return results, []
+        of = dict(zip(inputs, primals)) | dict(zip(computed, rest))
+        backward = program.closed(
+            [*again, *derivative.linear], [*operands, *derivative.tangents], derivative.along
+        )
+        recomputing = {v for e in again for v in variables(e.invars)}
+        has_barrier = needs_barrier(self.in_loop)
+        barriers = [has_barrier and v in recomputing for v in operands]
+        along = linear_program(
+            backward, [of[v] for v in operands], tangents, barriers=barriers
+        )
+        return results, along
+
+
+def _is_inexact(a: Any) -> bool:
+    dtype = getattr(a, "dtype", None)
+    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _has_derivative(equation: Any) -> bool:
+    """Return True if an equation may be differentiated: arguments and results are inexact."""
+    arrays = [v.aval for v in variables(equation.invars)], [v.aval for v in equation.outvars]
+    return all(any(map(_is_inexact, avals)) for avals in arrays)
+
+
+# ------------------------------------------------------------- loops, branches and manual meshes
+
+
+def _scan(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[Any]]:
+    """Return a function of a scan's operands that runs the scan with its body as a region."""
+    params = equation.params
+    body = params["jaxpr"]
+    inner = getattr(body, "jaxpr", body)
+    carries = _unstacked(equation.outvars, inner.outvars)
+    constants = _unstacked(equation.invars, inner.invars) - carries
+    slices = len(inner.invars) - constants - carries
+    is_free = [True] * constants + [False] * carries + [True] * slices
+    region = outer.part(body, is_free, in_loop=True, runs=params["length"])
+
+    def run(pricing: Pricing, *operands: Any) -> list[Any]:
+        fixed, rest = operands[:constants], operands[constants:]
+
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = region(pricing, *fixed, *carry, *xs)
+            return results[:carries], results[carries:]
+
+        carry, ys = jax.lax.scan(
+            step,
+            list(rest[:carries]),
+            list(rest[carries:]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys]
+
+    return run
+
+
+def _unstacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """Return the number of arrays that a scan does not slice or stack."""
+    return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
+
+
+def _cond(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[Any]]:
+    """Return a function of a cond's operands that runs it with its branches as regions."""
+    is_free = [v in free for v in equation.invars[1:] ]
+    regions = [
+        outer.part(branch, is_free, in_loop=False, runs=1) for branch in equation.params["branches"]
+    ]
+
+    def run(pricing: Pricing, index: Any, *operands: Any) -> list[Any]:
+        branches = [functools.partial(region, pricing) for region in regions]
+        return jax.lax.switch(index, branches, *operands)
+
+    return run
+
+
+def _shard_map(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[Any]]:
+    """Return a function that runs a call of `jax.shard_map` with its body as a region."""
+    params = equation.params
+    body = params["jaxpr"]
+    region = outer.part(body, [v in free for v in equation.invars], in_loop=False, runs=1)
+
+    def run(pricing: Pricing, *operands: Any) -> list[Any]:
+        mapped = jax.shard_map(
+            functools.partial(region, pricing),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=params["manual_axes"],
+            check_vma=params["check_vma"],
+        )
+        return mapped(*operands)
+
+    return run
+
+
+_SPECIAL = {"scan": _scan, "cond": _cond, "shard_map": _shard_map}
