@@ -16,7 +16,7 @@ the derivative is an ordinary linear primitive, forward mode, higher derivatives
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached
 Mask = tuple[bool, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pricing:
     """The price at which all regions of a function choose what they save.
 
@@ -40,11 +40,15 @@ class Pricing:
       price: number of bytes that are worth one second of recomputation.
       allow_costly: True if costly operations may run again, to meet a budget.
       cuts: choices that have been made already.
+      inside: the pricing of regions inside the body of a scan, such as of a scan in a layer. What
+        they save is in memory only while the layer runs, if the layer runs again.
     """
 
     price: float
     allow_costly: bool = False
     cuts: dict[Graph, Cut] = dataclasses.field(default_factory=dict)
+
+    inside: "Pricing | None" = None
 
     def cut(self, graph: Graph) -> Cut:
         if graph not in self.cuts:
@@ -70,7 +74,7 @@ class Linearized:
       program: all equations. Its inputs are the inputs of the region, then the tangents.
       inputs, tangents: the two parts of the inputs.
       outputs: results of the region.
-      moving: a bool for each result: True if its tangent is not zero.
+      moving: indices of the results whose tangents are not zero.
       along: tangents of these results.
       known: equations that do not depend on tangents.
       linear: equations that depend on tangents.
@@ -83,13 +87,22 @@ class Linearized:
     inputs: tuple[Var, ...]
     tangents: tuple[Var, ...]
     outputs: tuple[Any, ...]
-    moving: Mask
+    moving: tuple[int, ...]
     along: tuple[Any, ...]
     known: list[Any]
     linear: list[Any]
     residuals: list[Var]
     graph: Graph
     values: list[Var]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the forward and the backward pass, without the regions inside."""
+        equations = (e for e in (*self.known, *self.linear) if e.primitive.name not in _SPECIAL)
+        return math.fsum(map(costs.seconds, equations))
+
+
+type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing | None]
 
 
 class Region:
@@ -102,7 +115,7 @@ class Region:
       in_loop: True if the region is inside a scan.
       runs: number of times that the region runs.
       parts: the regions inside this one.
-      linearizations: the derivatives that have been traced, for each mask of differentiated inputs.
+      latest: the derivative that has been traced last.
     """
 
     def __init__(
@@ -112,7 +125,8 @@ class Region:
         self.program = flattened(traced)
         self.is_free = (*is_free, *[True] * len(self.program.constants))
         self.in_loop, self.runs = in_loop, runs
-        self.linearizations: dict[Mask, Linearized] = {}
+        self.latest: Linearized | None = None
+        self._linearized: dict[Any, Linearized] = {}
         self.parts: list[Region] = []
         self._special: dict[int, Callable[..., Any]] = {}
         free = {v for v, is_free in zip(self.program.inputs, self.is_free) if is_free}
@@ -121,17 +135,26 @@ class Region:
             if make is not None and _has_derivative(equation):
                 self._special[i] = make(self, equation, free)
 
-    def __call__(self, pricing: Pricing, *arrays: Any) -> list[Any]:
-        """Return the outputs of the region."""
+    def __call__(self, plan: Plan, *arrays: Any) -> list[Any]:
+        """Return the outputs of the region.
+
+        `plan` returns the pricing for the derivative, or None for the derivative of plain JAX.
+        """
         if not any(map(_is_inexact, arrays)):
             return jaxpr_as_fun(self._traced)(*arrays)
         run = jax.custom_jvp(lambda *arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
-        run.defjvp(functools.partial(self._jvp, pricing), symbolic_zeros=True)
+        run.defjvp(functools.partial(self._jvp, plan), symbolic_zeros=True)
         return run(*arrays, *self.program.constants)
 
     @property
     def _count(self) -> int:
         return len(self.program.inputs) - len(self.program.constants)
+
+    def budgeted(self) -> Iterator["Region"]:
+        """Yield the regions whose choices a budget decides: those outside other regions' loops."""
+        yield self
+        for part in () if self.in_loop else self.parts:
+            yield from part.budgeted()
 
     def part(self, traced: Any, is_free: Sequence[bool], in_loop: bool, runs: int) -> "Region":
         """Add a region inside this one, and return it."""
@@ -139,54 +162,78 @@ class Region:
         self.parts.append(region)
         return region
 
-    def _jvp(self, pricing: Pricing, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def _jvp(self, plan: Plan, primals: Any, tangents: Any) -> tuple[Any, Any]:
         mask = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         given = [t for t, is_given in zip(tangents, mask) if is_given]
-        linearized = self.linearized(pricing, mask, primals, given)
-        outputs, along = self.apply(linearized, pricing.cut(linearized.graph), primals, given)
+        pricing = plan(self, mask, primals, given)
+        if pricing is None:
+            outputs, along = self.plain_derivative(mask)(primals, given)
+            moving = self._inexact
+        else:
+            linearized = self.linearized(pricing, mask, primals, given)
+            cut = pricing.cut(linearized.graph)
+            outputs, along = self.apply(linearized, cut, primals, given)
+            moving = linearized.moving
         found = iter(along)
         zeros = [SymbolicZero(jax.typeof(y).to_tangent_aval()) for y in outputs]
-        moved = [next(found) if m else zero for m, zero in zip(linearized.moving, zeros)]
-        return outputs, moved
+        return outputs, [next(found) if i in moving else zero for i, zero in enumerate(zeros)]
 
     def linearized(
         self, pricing: Pricing, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> Linearized:
         """Trace the derivative along the inputs that `mask` selects."""
-        if mask in self.linearizations:
-            return self.linearizations[mask]
-        special = {i: functools.partial(f, pricing) for i, f in self._special.items()}
+        # What the parts save is in the derivative of the region, and depends on the pricing.
+        key = mask, pricing if self.parts else None
+        if key not in self._linearized:
+            inside = (pricing.inside or pricing) if self.in_loop else pricing
+            special = {
+                i: functools.partial(f, lambda *_: inside) for i, f in self._special.items()
+            }
+            program = functools.partial(evaluate, self.program, special=special)
+            both = self._derivative(mask, program)
+            traced = jax.make_jaxpr(both)(list(primals), list(tangents))
+            self._linearized[key] = self._split(flattened(traced), len(primals))
+        self.latest = self._linearized[key]
+        return self.latest
+
+    def plain_derivative(self, mask: Mask) -> Callable[..., Any]:
+        """Return a function that computes results and tangents as `jax.linearize` does."""
+        return self._derivative(mask, lambda arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
+
+    def _derivative(self, mask: Mask, program: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of primals and tangents.
+
+        It returns the results of a program, and the tangents of those that are not integers.
+        """
         places = [i for i, is_along in enumerate(mask) if is_along]
-        inexact = [i for i, v in enumerate(self.program.outputs) if _is_inexact(v.aval)]
 
         def both(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             def along(*moving: Any) -> tuple[list[Any], list[Any]]:
                 arrays = list(primals)
                 for i, a in zip(places, moving):
                     arrays[i] = a
-                outputs = evaluate(self.program, arrays, special)
-                rest = [None if i in inexact else y for i, y in enumerate(outputs)]
-                return [outputs[i] for i in inexact], rest
+                outputs = program(arrays)
+                rest = [None if i in self._inexact else y for i, y in enumerate(outputs)]
+                return [outputs[i] for i in self._inexact], rest
 
             some, linear, rest = jax.linearize(along, *[primals[i] for i in places], has_aux=True)
             found = iter(some)
             return [next(found) if y is None else y for y in rest], linear(*tangents)
 
-        traced = jax.make_jaxpr(both)(list(primals), list(tangents))
-        self.linearizations[mask] = result = self._split(flattened(traced), len(primals), inexact)
-        return result
+        return both
 
-    def _split(self, program: Program, count: int, inexact: Sequence[int]) -> Linearized:
+    @property
+    def _inexact(self) -> list[int]:
+        return [i for i, v in enumerate(self.program.outputs) if _is_inexact(v.aval)]
+
+    def _split(self, program: Program, count: int) -> Linearized:
         """Split a traced derivative into its known and its linear equations."""
-        constants = len(program.constants)
-        assert not constants, "constants of the derivative"
         inputs, tangents = program.inputs[:count], program.inputs[count:]
         results = len(self.program.outputs)
         outputs, along = program.outputs[:results], program.outputs[results:]
         linear = reached_from(program.equations, tangents)
-        moves = dict(zip(inexact, along))
-        moving = tuple(i in moves and moves[i] in linear for i in range(results))
-        along = tuple(moves[i] for i, is_moving in enumerate(moving) if is_moving)
+        moves = {i: v for i, v in zip(self._inexact, along) if v in linear}
+        along = tuple(moves.values())
         is_linear = [any(v in linear for v in variables(e.invars)) for e in program.equations]
         of_linear = [e for e, tangent in zip(program.equations, is_linear) if tangent]
         of_linear = needed(of_linear, along)
@@ -197,7 +244,7 @@ class Region:
         free = {v for v, is_free in zip(inputs, self.is_free) if is_free}
         graph, values = self._graph(known, inputs, free, residuals)
         return Linearized(
-            program, inputs, tangents, outputs, moving, along, known, of_linear, residuals, graph, values
+            program, inputs, tangents, outputs, tuple(moves), along, known, of_linear, residuals, graph, values
         )
 
     def _graph(
@@ -282,11 +329,11 @@ def _scan(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[An
     is_free = [True] * constants + [False] * carries + [True] * slices
     region = outer.part(body, is_free, in_loop=True, runs=params["length"])
 
-    def run(pricing: Pricing, *operands: Any) -> list[Any]:
+    def run(plan: Plan, *operands: Any) -> list[Any]:
         fixed, rest = operands[:constants], operands[constants:]
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = region(pricing, *fixed, *carry, *xs)
+            results = region(plan, *fixed, *carry, *xs)
             return results[:carries], results[carries:]
 
         carry, ys = jax.lax.scan(
@@ -314,8 +361,8 @@ def _cond(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[An
         outer.part(branch, is_free, in_loop=False, runs=1) for branch in equation.params["branches"]
     ]
 
-    def run(pricing: Pricing, index: Any, *operands: Any) -> list[Any]:
-        branches = [functools.partial(region, pricing) for region in regions]
+    def run(plan: Plan, index: Any, *operands: Any) -> list[Any]:
+        branches = [functools.partial(region, plan) for region in regions]
         return jax.lax.switch(index, branches, *operands)
 
     return run
@@ -327,9 +374,9 @@ def _shard_map(outer: Region, equation: Any, free: set[Var]) -> Callable[..., li
     body = params["jaxpr"]
     region = outer.part(body, [v in free for v in equation.invars], in_loop=False, runs=1)
 
-    def run(pricing: Pricing, *operands: Any) -> list[Any]:
+    def run(plan: Plan, *operands: Any) -> list[Any]:
         mapped = jax.shard_map(
-            functools.partial(region, pricing),
+            functools.partial(region, plan),
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=list(params["out_specs"]),

@@ -1,0 +1,104 @@
+"""The choice of a price for all regions of a function, so that they fit into a budget together."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxnorm.remat import costs, cuts
+from jaxnorm.remat.cuts import Point
+from jaxnorm.remat.programs import needed, reached_from, variables
+from jaxnorm.remat.regions import Linearized, Mask, Pricing, Region
+
+type Budget = int | float | None
+
+
+@functools.cache
+def unlimited() -> Pricing:
+    """Return the price without a budget: few bytes, and nothing costly twice."""
+    return Pricing(costs.bytes_per_second())
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """The choices that a function has, and what each of them costs.
+
+    Attributes:
+      default: number of bytes that JAX saves without `auto_remat`.
+      seconds: predicted time of the forward and the backward pass.
+      regions: the regions whose choices the budget decides, and their derivatives.
+      fixed: number of bytes to add to a point's bytes. It is negative, because the graph of a
+        region includes the arrays that the regions inside it save without a budget.
+      above, below: the points with the most and the fewest bytes.
+    """
+
+    default: int
+    seconds: float
+    regions: tuple[tuple[Region, Linearized], ...]
+    fixed: int
+    above: Point
+    below: Point
+
+    @property
+    def graphs(self) -> list[tuple[cuts.Graph, int]]:
+        return [(linearized.graph, region.runs) for region, linearized in self.regions]
+
+    @property
+    def least(self) -> int:
+        return self.below.bytes + self.fixed
+
+    def within(self, budget: float) -> Point | None:
+        """Return the point with the most bytes that is within the budget; None without any."""
+        if budget < self.least:
+            return None
+        return cuts.within(self.graphs, budget - self.fixed, self.above, self.below)
+
+    def frontier(self) -> list[tuple[int, float]]:
+        """Return the bytes and the seconds of all points, from the default to the least bytes."""
+        points = cuts.frontier(self.graphs, self.above, self.below)
+        found = [(point.bytes + self.fixed, point.seconds) for point in points]
+        return [(self.default, 0.0), *(p for p in found if p[0] < self.default and p[1] > 0)]
+
+    def pricing(self, point: Point) -> Pricing:
+        """Return the pricing with which all regions choose what the point says."""
+        leaves = [not region.parts for region, _ in self.regions]
+        graphs = [graph for (graph, _), is_leaf in zip(self.graphs, leaves) if is_leaf]
+        chosen = [cut for cut, is_leaf in zip(point.cuts, leaves) if is_leaf]
+        return Pricing(point.price, True, dict(zip(graphs, chosen)))
+
+
+def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]) -> Survey:
+    """Trace the derivative of a function, and return its choices.
+
+    Args:
+      region: the region of the whole function.
+      mask: a bool for each input: True if it is differentiated.
+      primals, tangents: arrays, or types of arrays.
+    """
+    default = default_bytes(region, mask, primals, tangents)
+    region.linearized(unlimited(), mask, primals, tangents)
+    regions = tuple((r, r.latest) for r in region.budgeted() if r.latest is not None)
+    # The graph of a region has the arrays that the regions inside it save without a budget.
+    inside = [(r, unlimited().cut(l.graph)) for r, l in regions if r is not region]
+    fixed = -sum(r.runs * cut.bytes for r, cut in inside)
+    above, below = cuts.ends([(l.graph, r.runs) for r, l in regions])
+    seconds = math.fsum(r.runs * l.seconds for r, l in regions)
+    return Survey(default, seconds, regions, fixed, above, below)
+
+
+def default_bytes(
+    region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
+) -> int:
+    """Return the number of bytes that JAX saves for the backward pass without `auto_remat`."""
+    traced = jax.make_jaxpr(region.plain_derivative(mask))(list(primals), list(tangents))
+    jaxpr = traced.jaxpr
+    given = jaxpr.invars[: len(primals)]
+    linear = reached_from(jaxpr.eqns, jaxpr.invars[len(primals) :])
+    along = [v for v in variables(jaxpr.outvars) if v in linear]
+    moved = [e for e in jaxpr.eqns if any(v in linear for v in variables(e.invars))]
+    used = {v for e in needed(moved, along) for v in variables(e.invars)}
+    rest = used - linear - {*given, *jaxpr.constvars}
+    return sum(costs.size(v.aval) for v in rest)
