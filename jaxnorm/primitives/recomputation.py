@@ -89,9 +89,12 @@ def _of_program(
         return primitive.bind(*arrays, jaxpr=traced, **params), [0] * len(traced.out_avals)
 
     primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    primitive.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
     primitive.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
     mlir.register_lowering(primitive, mlir.lower_fun(lower))
+    # JAX calls this rule before it lowers a program that contains high-level primitives, such as
+    # those of ``jax_remat3``.
+    primitive.to_lojax = lower  # type: ignore[method-assign]
     ad.primitive_jvps[primitive] = with_wide_types(jvp)
     ad.primitive_transposes[primitive] = with_wide_types(transpose)
     batching.fancy_primitive_batchers[primitive] = with_wide_types(batch)

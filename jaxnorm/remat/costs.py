@@ -125,6 +125,12 @@ def seconds(equation: Any) -> float:
     return max(_flops(equation, name) / operations, (read + written) / bandwidth)
 
 
+def contains(equation: Any, primitive: str) -> bool:
+    """Return True if an equation, or a program inside it, has the given primitive."""
+    inner = (e for body in _bodies(equation) for e in body.eqns)
+    return equation.primitive.name == primitive or any(contains(e, primitive) for e in inner)
+
+
 def _bodies(equation: Any) -> list[Any]:
     return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(equation.params)]
 

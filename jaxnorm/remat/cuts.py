@@ -136,7 +136,7 @@ class Graph:
             edges += [(first + 2 * v + 1, 2 + i) for v in dict.fromkeys(step.operands)]
             edges += [(2 + i, first + 2 * v) for v in step.results]
         edges += [(first + 2 * v + 1, 1) for v in self.residuals]
-        tails, heads = np.array(edges, np.int32).T
+        tails, heads = np.array(edges, np.int32).reshape(-1, 2).T
         return tails, heads
 
 

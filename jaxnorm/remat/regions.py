@@ -25,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Var, jaxpr_as_fun  # type: ignore[attr-defined]
 
 from jaxnorm.primitives.recomputation import linear_program
+from jaxnorm.primitives.rules import jvp
 from jaxnorm.remat import costs
 from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
@@ -101,6 +102,14 @@ class Linearized:
         equations = (e for e in (*self.known, *self.linear) if e.primitive.name not in _SPECIAL)
         return math.fsum(map(costs.seconds, equations))
 
+    @functools.cached_property
+    def has_while(self) -> bool:
+        """True if a tangent passes through a while loop, which has no backward pass.
+
+        Forward mode in plain JAX then runs one loop for results and tangents.
+        """
+        return any(costs.contains(e, "while") for e in self.linear)
+
 
 type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing | None]
 
@@ -166,11 +175,12 @@ class Region:
         mask = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         given = [t for t, is_given in zip(tangents, mask) if is_given]
         pricing = plan(self, mask, primals, given)
-        if pricing is None:
-            outputs, along = self.plain_derivative(mask)(primals, given)
-            moving = self._inexact
+        linearized = pricing and self.linearized(pricing, mask, primals, given)
+        if pricing is None or linearized is None or linearized.has_while:
+            outputs, moved = jvp(jaxpr_as_fun(self._traced), primals[: self._count], tangents)
+            along = [t for i, t in enumerate(moved) if i in self._inexact]
+            moving: Sequence[int] = self._inexact
         else:
-            linearized = self.linearized(pricing, mask, primals, given)
             cut = pricing.cut(linearized.graph)
             outputs, along = self.apply(linearized, cut, primals, given)
             moving = linearized.moving
@@ -380,7 +390,7 @@ def _shard_map(outer: Region, equation: Any, free: set[Var]) -> Callable[..., li
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=list(params["out_specs"]),
-            axis_names=params["manual_axes"],
+            axis_names=params["newly_manual_axes"],
             check_vma=params["check_vma"],
         )
         return mapped(*operands)
