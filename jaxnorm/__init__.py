@@ -31,9 +31,11 @@ from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.norm_rope import rms_norm_rope
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy
+from jaxnorm.remat.auto_remat import auto_remat
 from jaxnorm.tools.check_params import NormReport, ParamReport, check_params
 from jaxnorm.tools.memory_report import MemoryReport, memory_report
 from jaxnorm.tools.plan import Plan, implementation_for
+from jaxnorm.tools.remat_plan import RematPlan, RematPoint, remat_plan
 
 __all__ = [
     "Choice",
@@ -41,9 +43,12 @@ __all__ = [
     "NormReport",
     "ParamReport",
     "Plan",
+    "RematPlan",
+    "RematPoint",
     "activation_linear",
     "add_layer_norm",
     "add_rms_norm",
+    "auto_remat",
     "check_params",
     "gated_linear",
     "implementation_for",
@@ -55,6 +60,7 @@ __all__ = [
     "log_prob_and_entropy",
     "log_softmax",
     "memory_report",
+    "remat_plan",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",

@@ -19,7 +19,7 @@ if importlib.util.find_spec("equinox"):
 # their docstrings have no example.
 RESULTS = {
     *("jaxnorm.Choice", "jaxnorm.MemoryReport", "jaxnorm.NormReport", "jaxnorm.ParamReport"),
-    "jaxnorm.Plan",
+    *("jaxnorm.Plan", "jaxnorm.RematPlan", "jaxnorm.RematPoint"),
 }
 # `save_policy` is not called by users but passed to JAX, so docs/transformations.md has its example
 # instead.

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 #: Folders of the package. The modules of a folder import only from this folder and earlier ones.
-FOLDERS = ["calls", "meshes", "primitives", "operations", "tools", "models"]
+FOLDERS = ["calls", "meshes", "primitives", "operations", "remat", "tools", "models"]
 
 
 def imported(file: Path) -> set[str]:

@@ -1,7 +1,6 @@
 """auto_remat: a function with a derivative that saves as little as possible."""
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -26,16 +25,56 @@ def auto_remat[**P, T](
     budget: int | float | None = None,
     static_argnums: int | Sequence[int] = (),
 ) -> Callable[P, T]:
-    """Return the same function, with a derivative that saves as few arrays as possible."""
+    """Return the same function, with a derivative that saves as few arrays as possible.
+
+    The backward pass of a function needs many of its intermediate arrays. JAX saves all of them.
+    With ``auto_remat``, the function saves the smallest set of arrays from which the others can be
+    computed again, by a minimum cut of the graph of its operations. Without a budget, nothing
+    costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop. Bodies
+    of scans, of branches and of ``jax.shard_map`` in the function are planned, too.
+
+    Values and derivatives are those of the function, up to rounding. The result can be transformed
+    like the function: ``jax.jit``, ``jax.grad``, ``jax.vmap``, forward mode, ``jax.checkpoint``.
+
+    Args:
+      fun: a function of trees of arrays, such as a training loss or a layer of a model. Leaves of
+        its arguments and results that are not arrays are passed unchanged.
+      budget: None, or a limit for the memory, within which costly operations run again in the order
+        in which they save most bytes for their time. An int is the number of bytes per device that
+        the function may save for its backward pass, without its arguments. A float in (0, 1] is
+        a share of the bytes that it saves without ``auto_remat``.
+      static_argnums: index or indices of arguments that are passed unchanged, and not traced.
+
+    Returns:
+      A function with the signature, results, name and docstring of ``fun``.
+
+    Raises:
+      TypeError: ``fun`` is not a function, or ``budget`` is not None, an int or a float.
+      ValueError: ``budget`` is out of range. When the function is differentiated: ``budget`` is
+        less than the least possible number of bytes, which the message states.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> def mlp(w, x):
+      ...     return jnp.sum((jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"])
+      >>> w = {"gate": jnp.ones((8, 16)), "up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}
+      >>> x = jnp.ones((4, 8))
+      >>> jaxnorm.memory_report(mlp, w, x).total, jaxnorm.memory_report(
+      ...     jaxnorm.auto_remat(mlp), w, x
+      ... ).total
+      (1536, 512)
+    """
     if not callable(fun):
         raise TypeError(f"{_NAME}: fun is a {type(fun).__name__}; expected a function")
     check_budget(_NAME, budget)
-    places = static_places(_NAME, static_argnums)
+    static = indices(_NAME, "static_argnums", static_argnums)
     cache: dict[Hashable, tuple[Region, Planner]] = {}
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        call = Call(fun, args, kwargs, places)
+        call = Call(fun, args, kwargs, static)
         key = fingerprint(call.traced)
         if key not in cache:
             if len(cache) >= _CACHED:
@@ -61,27 +100,8 @@ class Planner:
             return planning.unlimited()
         if mask not in self._found:
             found = planning.survey(region, mask, primals, tangents)
-            self._found[mask] = priced(_NAME, found, self._budget)
+            self._found[mask] = found.chosen(_NAME, self._budget)
         return self._found[mask]
-
-
-def priced(function: str, found: planning.Survey, budget: int | float) -> Pricing | None:
-    """Return the pricing within a budget; None if plain JAX is within it.
-
-    Raises:
-      ValueError: the budget is smaller than the least possible number of bytes.
-    """
-    limit = budget * found.default if isinstance(budget, float) else budget
-    if limit >= found.default:
-        return None
-    if (point := found.within(limit)) is None:
-        share = math.ceil(1e4 * found.least / found.default) / 1e4
-        raise ValueError(
-            f"{function}: budget={budget!r}; the least possible is {found.least} bytes, or "
-            f"{share} of the {found.default} bytes that are saved without auto_remat; give a "
-            "larger budget, or wrap a larger part of the program"
-        )
-    return found.pricing(point)
 
 
 class Call:
@@ -93,28 +113,35 @@ class Call:
     Attributes:
       traced: a closed jaxpr without constants; arrays that the function closes over are arguments.
       arrays: its arguments.
+      owners: for each array, the index of the argument that it belongs to; None for arrays of
+        keyword arguments and arrays that the function closes over.
     """
 
     def __init__(
         self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Any, static: Sequence[int]
     ) -> None:
-        places = {i % len(args) if -len(args) <= i < len(args) else i for i in static}
+        places = indices(_NAME, "static_argnums", static, len(args))
         dynamic = {i: a for i, a in enumerate(args) if i not in places}
-        leaves, tree = jax.tree.flatten((dynamic, kwargs))
+        with_paths, tree = jax.tree_util.tree_flatten_with_path((dynamic, kwargs))
+        leaves = [leaf for _, leaf in with_paths]
         arrays = {i: a for i, a in enumerate(leaves) if is_array(a)}
 
         def flat(arrays: dict[int, Any]) -> list[Any]:
-            dynamic, kwargs = jax.tree.unflatten(tree, ({**dict(enumerate(leaves)), **arrays}).values())
+            every = dict(enumerate(leaves)) | arrays
+            dynamic, kwargs = jax.tree.unflatten(tree, every.values())
             results = fun(*[dynamic.get(i, a) for i, a in enumerate(args)], **kwargs)
             self._leaves, self._tree = jax.tree.flatten(results)
-            of_arrays = [a for a in self._leaves if is_array(a)]
-            self._leaves = [None if is_array(a) else a for a in self._leaves]
-            self._is_array = [a is None for a in self._leaves]
-            return of_arrays
+            self._is_array = [is_array(a) for a in self._leaves]
+            found = [a for a, array in zip(self._leaves, self._is_array) if array]
+            self._leaves = [None if array else a for a, array in zip(self._leaves, self._is_array)]
+            return found
 
         traced = jax.make_jaxpr(flat)(arrays)
         self.traced = without_constants(traced)
         self.arrays = [*traced.consts, *arrays.values()]
+        paths = [with_paths[i][0] for i in arrays]
+        owners = [path[1].key if path[0].idx == 0 else None for path in paths]
+        self.owners = [*[None] * len(traced.consts), *owners]
 
     def region(self) -> Region:
         return Region(self.traced, [True] * len(self.arrays))
@@ -122,8 +149,8 @@ class Call:
     def results(self, arrays: Sequence[Any]) -> Any:
         """Return the result of the call, given its arrays."""
         found = iter(arrays)
-        leaves = [next(found) if is_array else a for a, is_array in zip(self._leaves, self._is_array)]
-        return jax.tree.unflatten(self._tree, leaves)
+        pairs = zip(self._leaves, self._is_array)
+        return jax.tree.unflatten(self._tree, [next(found) if array else a for a, array in pairs])
 
 
 def is_array(a: Any) -> bool:
@@ -151,13 +178,24 @@ def _is_index(value: Any) -> bool:
     return isinstance(value, (int, np.integer))
 
 
-def static_places(function: str, static_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    """Convert `static_argnums` to a tuple of integers."""
-    given = static_argnums if isinstance(static_argnums, Sequence) else [static_argnums]
+def indices(
+    function: str, name: str, given: int | Sequence[int], count: int | None = None
+) -> tuple[int, ...]:
+    """Convert an argument such as `static_argnums` to a tuple of integers.
+
+    If `count`, the number of arguments, is given, the integers are made non-negative.
+    """
     try:
-        return tuple(map(operator.index, given))
+        found = tuple(map(operator.index, given if isinstance(given, Sequence) else [given]))
     except TypeError as error:
         raise TypeError(
-            f"{function}: static_argnums={static_argnums!r}; expected an integer or a sequence of "
-            "integers"
+            f"{function}: {name}={given!r}; expected an integer or a sequence of integers"
         ) from error
+    if count is None:
+        return found
+    if wrong := [i for i in found if not -count <= i < count]:
+        raise ValueError(
+            f"{function}: {name}={given!r} has {wrong[0]}, but {count} arguments are given; "
+            f"expected integers from {-count} to {count - 1}"
+        )
+    return tuple(i % count for i in found)

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params  # type: ignore[attr-defined]
+from jax.extend.core import jaxprs_in_params
 
 # (operations per second of a 16-bit matmul, bytes of memory per second), for the kinds of devices
 # whose name contains the key. Only the ratio of the two numbers matters for a plan.
@@ -137,7 +137,7 @@ def _bodies(equation: Any) -> list[Any]:
 
 def _flops(equation: Any, name: str) -> float:
     """Return the number of operations of a matmul, a convolution or an attention."""
-    shapes = [getattr(v.aval, "shape", ()) for v in equation.invars]
+    shapes: list[tuple[int, ...]] = [getattr(v.aval, "shape", ()) for v in equation.invars]
     outputs = math.prod(getattr(equation.outvars[0].aval, "shape", ()))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]

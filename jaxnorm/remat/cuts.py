@@ -70,7 +70,9 @@ class Graph:
     Values that no equation computes, such as the carry of a scan, can only be saved.
     """
 
-    def __init__(self, sizes: Sequence[int], steps: Sequence[Step], residuals: Sequence[int]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], steps: Sequence[Step], residuals: Sequence[int]
+    ) -> None:
         self.sizes, self.steps = tuple(sizes), tuple(steps)
         self.residuals = tuple(dict.fromkeys(residuals))
         self._maker = {v: i for i, step in enumerate(self.steps) for v in step.results}

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,32 @@ class Survey:
             return None
         return cuts.within(self.graphs, budget - self.fixed, self.above, self.below)
 
+    def chosen(self, function: str, budget: Budget) -> Pricing | None:
+        """Return the pricing for a budget; None if plain JAX is within it.
+
+        Raises:
+          ValueError: the budget is smaller than the least possible number of bytes.
+        """
+        if budget is None:
+            return unlimited()
+        limit = budget * self.default if isinstance(budget, float) else budget
+        if limit >= self.default:
+            return None
+        if (point := self.within(limit)) is None:
+            share = math.ceil(1e4 * self.least / self.default) / 1e4
+            raise ValueError(
+                f"{function}: budget={budget!r}; the least possible is {self.least} bytes, or "
+                f"{share} of the {self.default} bytes that are saved without auto_remat; give a "
+                "larger budget, or wrap a larger part of the program"
+            )
+        return self.pricing(point)
+
+    def recomputed(self, pricing: Pricing | None) -> float:
+        """Return the predicted seconds of recomputation."""
+        if pricing is None:
+            return 0.0
+        return math.fsum(runs * pricing.cut(graph).seconds for graph, runs in self.graphs)
+
     def frontier(self) -> list[tuple[int, float]]:
         """Return the bytes and the seconds of all points, from the default to the least bytes."""
         points = cuts.frontier(self.graphs, self.above, self.below)
@@ -82,10 +108,10 @@ def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequenc
     region.linearized(unlimited(), mask, primals, tangents)
     regions = tuple((r, r.latest) for r in region.budgeted() if r.latest is not None)
     # The graph of a region has the arrays that the regions inside it save without a budget.
-    inside = [(r, unlimited().cut(l.graph)) for r, l in regions if r is not region]
+    inside = [(r, unlimited().cut(d.graph)) for r, d in regions if r is not region]
     fixed = -sum(r.runs * cut.bytes for r, cut in inside)
-    above, below = cuts.ends([(l.graph, r.runs) for r, l in regions])
-    seconds = math.fsum(r.runs * l.seconds for r, l in regions)
+    above, below = cuts.ends([(d.graph, r.runs) for r, d in regions])
+    seconds = math.fsum(r.runs * d.seconds for r, d in regions)
     return Survey(default, seconds, regions, fixed, above, below)
 
 

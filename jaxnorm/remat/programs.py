@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import (  # type: ignore[attr-defined]
     ClosedJaxpr,
     Jaxpr,
@@ -39,7 +38,9 @@ class Program:
     constants: tuple[Any, ...]
     template: Jaxpr
 
-    def closed(self, equations: Sequence[Any], inputs: Sequence[Var], outputs: Sequence[Any]) -> Any:
+    def closed(
+        self, equations: Sequence[Any], inputs: Sequence[Var], outputs: Sequence[Any]
+    ) -> Any:
         """Return a closed jaxpr of some of the equations, with other inputs and outputs."""
         info = self.template.debug_info
         jaxpr = self.template.replace(
@@ -105,17 +106,22 @@ def variables(atoms: Iterable[Any]) -> Iterator[Var]:
     return (v for v in atoms if not isinstance(v, Literal))
 
 
-def needed(equations: Sequence[Any], outputs: Iterable[Any], given: Iterable[Var] = ()) -> list[Any]:
+def needed(
+    equations: Sequence[Any],
+    outputs: Iterable[Any],
+    given: Iterable[Var] = (),
+    *,
+    with_effects: bool = False,
+) -> list[Any]:
     """Return the equations from which `outputs` can be computed, if the values `given` are known.
 
-    Equations with effects are part of the result unless all of their results are given.
+    If `with_effects` is True, the equations with effects, and those that they need, are included.
     """
-    wanted, stop = {*variables(outputs)}, {*given}
-    wanted -= stop
+    stop = {*given}
+    wanted = {*variables(outputs)} - stop
     kept = []
     for e in reversed(equations):
-        is_known = bool(e.outvars) and all(v in stop for v in e.outvars)
-        if not is_known and (e.effects or any(v in wanted for v in e.outvars)):
+        if (with_effects and e.effects) or any(v in wanted for v in e.outvars):
             kept.append(e)
             wanted |= {v for v in variables(e.invars) if v not in stop}
     return kept[::-1]

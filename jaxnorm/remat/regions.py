@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Var, jaxpr_as_fun  # type: ignore[attr-defined]
+from jax.extend.core import Var, jaxpr_as_fun
 
 from jaxnorm.primitives.recomputation import linear_program
 from jaxnorm.primitives.rules import jvp
@@ -149,7 +149,7 @@ class Region:
 
         `plan` returns the pricing for the derivative, or None for the derivative of plain JAX.
         """
-        if not any(map(_is_inexact, arrays)):
+        if not any(map(is_inexact, arrays)):
             return jaxpr_as_fun(self._traced)(*arrays)
         run = jax.custom_jvp(lambda *arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
         run.defjvp(functools.partial(self._jvp, plan), symbolic_zeros=True)
@@ -175,7 +175,7 @@ class Region:
         mask = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         given = [t for t, is_given in zip(tangents, mask) if is_given]
         pricing = plan(self, mask, primals, given)
-        linearized = pricing and self.linearized(pricing, mask, primals, given)
+        linearized = None if pricing is None else self.linearized(pricing, mask, primals, given)
         if pricing is None or linearized is None or linearized.has_while:
             outputs, moved = jvp(jaxpr_as_fun(self._traced), primals[: self._count], tangents)
             along = [t for i, t in enumerate(moved) if i in self._inexact]
@@ -196,9 +196,7 @@ class Region:
         key = mask, pricing if self.parts else None
         if key not in self._linearized:
             inside = (pricing.inside or pricing) if self.in_loop else pricing
-            special = {
-                i: functools.partial(f, lambda *_: inside) for i, f in self._special.items()
-            }
+            special = {i: functools.partial(f, lambda *_: inside) for i, f in self._special.items()}
             program = functools.partial(evaluate, self.program, special=special)
             both = self._derivative(mask, program)
             traced = jax.make_jaxpr(both)(list(primals), list(tangents))
@@ -208,7 +206,9 @@ class Region:
 
     def plain_derivative(self, mask: Mask) -> Callable[..., Any]:
         """Return a function that computes results and tangents as `jax.linearize` does."""
-        return self._derivative(mask, lambda arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
+        return self._derivative(
+            mask, lambda arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count])
+        )
 
     def _derivative(self, mask: Mask, program: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of primals and tangents.
@@ -234,7 +234,7 @@ class Region:
 
     @property
     def _inexact(self) -> list[int]:
-        return [i for i, v in enumerate(self.program.outputs) if _is_inexact(v.aval)]
+        return [i for i, v in enumerate(self.program.outputs) if is_inexact(v.aval)]
 
     def _split(self, program: Program, count: int) -> Linearized:
         """Split a traced derivative into its known and its linear equations."""
@@ -246,22 +246,32 @@ class Region:
         along = tuple(moves.values())
         is_linear = [any(v in linear for v in variables(e.invars)) for e in program.equations]
         of_linear = [e for e, tangent in zip(program.equations, is_linear) if tangent]
-        of_linear = needed(of_linear, along)
+        of_linear = needed(of_linear, along, with_effects=True)
         uses = dict.fromkeys(v for e in of_linear for v in variables(e.invars))
         residuals = [v for v in uses if v not in linear]
         rest = [e for e, tangent in zip(program.equations, is_linear) if not tangent]
-        known = needed(rest, [*outputs, *residuals])
+        known = needed(rest, [*outputs, *residuals], with_effects=True)
         free = {v for v, is_free in zip(inputs, self.is_free) if is_free}
         graph, values = self._graph(known, inputs, free, residuals)
         return Linearized(
-            program, inputs, tangents, outputs, tuple(moves), along, known, of_linear, residuals, graph, values
+            program,
+            inputs,
+            tangents,
+            outputs,
+            tuple(moves),
+            along,
+            known,
+            of_linear,
+            residuals,
+            graph,
+            values,
         )
 
     def _graph(
         self, known: list[Any], inputs: Sequence[Var], free: set[Var], residuals: list[Var]
     ) -> tuple[Graph, list[Var]]:
         """Return the graph of the equations that the residuals depend on, and its values."""
-        equations = [e for e in needed(known, residuals) if e.outvars]
+        equations = needed(known, residuals)
         made = [v for e in equations for v in e.outvars]
         values = [*(v for v in inputs if v not in free), *made]
         index = {v: i for i, v in enumerate(values)}
@@ -280,7 +290,9 @@ class Region:
             if e.primitive.name == "shard_map":
                 body = e.params["jaxpr"]
                 sizes |= {v: costs.size(w.aval) for v, w in zip(e.outvars, body.outvars)}
-        graph = Graph([sizes[v] for v in values], steps, [index[v] for v in residuals if v in index])
+        graph = Graph(
+            [sizes[v] for v in values], steps, [index[v] for v in residuals if v in index]
+        )
         return graph, values
 
     def apply(
@@ -290,13 +302,13 @@ class Region:
         program, inputs = derivative.program, derivative.inputs
         saved = [derivative.values[i] for i in cut.saved]
         again = needed(derivative.known, derivative.residuals, saved)
-        again = [e for e in again if not e.effects]
         used = dict.fromkeys(v for e in again for v in variables(e.invars))
         used |= dict.fromkeys(derivative.residuals)
         operands = [v for v in used if v in {*saved, *inputs}]
         computed = [v for v in operands if v not in inputs]
         outputs = [*derivative.outputs, *computed]
-        forward = program.closed(needed(derivative.known, outputs), inputs, outputs)
+        equations = needed(derivative.known, outputs, with_effects=True)
+        forward = program.closed(equations, inputs, outputs)
         arrays = jaxpr_as_fun(forward)(*primals)
         results, rest = arrays[: len(derivative.outputs)], arrays[len(derivative.outputs) :]
         if not derivative.along:
@@ -308,13 +320,12 @@ class Region:
         recomputing = {v for e in again for v in variables(e.invars)}
         has_barrier = needs_barrier(self.in_loop)
         barriers = [has_barrier and v in recomputing for v in operands]
-        along = linear_program(
-            backward, [of[v] for v in operands], tangents, barriers=barriers
-        )
+        along = linear_program(backward, [of[v] for v in operands], tangents, barriers=barriers)
         return results, along
 
 
-def _is_inexact(a: Any) -> bool:
+def is_inexact(a: Any) -> bool:
+    """Return True for an array of floating-point or complex numbers, or a type of such an array."""
     dtype = getattr(a, "dtype", None)
     return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
 
@@ -322,7 +333,7 @@ def _is_inexact(a: Any) -> bool:
 def _has_derivative(equation: Any) -> bool:
     """Return True if an equation may be differentiated: arguments and results are inexact."""
     arrays = [v.aval for v in variables(equation.invars)], [v.aval for v in equation.outvars]
-    return all(any(map(_is_inexact, avals)) for avals in arrays)
+    return all(any(map(is_inexact, avals)) for avals in arrays)
 
 
 # ------------------------------------------------------------- loops, branches and manual meshes
@@ -366,7 +377,7 @@ def _unstacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 
 def _cond(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[Any]]:
     """Return a function of a cond's operands that runs it with its branches as regions."""
-    is_free = [v in free for v in equation.invars[1:] ]
+    is_free = [v in free for v in equation.invars[1:]]
     regions = [
         outer.part(branch, is_free, in_loop=False, runs=1) for branch in equation.params["branches"]
     ]

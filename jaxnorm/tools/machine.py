@@ -102,9 +102,11 @@ def _implementations() -> Iterator[tuple[str, str]]:
 
 # Public objects that run no code on the device, with a description of each.
 _TOOLS = {
+    "auto_remat": "plans on the host, when a function is differentiated",
     "check_params": "judges a model's parameters on the host",
     "implementation_for": "traces a call on the host, and runs nothing",
     "memory_report": "traces a derivative on the host, and runs nothing",
+    "remat_plan": "traces a derivative on the host, and runs nothing",
     "save_policy": "a policy of jax.checkpoint: which residuals it saves",
 }
 

@@ -1,0 +1,185 @@
+"""remat_plan: what a function saves with `auto_remat`, what it computes again, and the frontier."""
+
+import dataclasses
+import html
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxnorm.remat import planning
+from jaxnorm.remat.auto_remat import Call, auto_remat, check_budget, indices
+from jaxnorm.remat.regions import is_inexact
+from jaxnorm.tools.memory_report import KeptArray, memory_report
+from jaxnorm.tools.text import table
+
+_NAME = "jaxnorm.remat_plan"
+# Limits of the printed plan: characters of a line, rows of arrays, and points of the frontier.
+_WIDTH, _ROWS, _POINTS = 100, 12, 8
+
+
+class RematPoint(NamedTuple):
+    """A point of a plan's frontier.
+
+    Attributes:
+      bytes: number of bytes that the function saves for its backward pass.
+      recompute: predicted time of recomputation, divided by that of the forward and backward pass.
+    """
+
+    bytes: int
+    recompute: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RematPlan:
+    """What a function saves with `auto_remat`. `str` returns a summary.
+
+    Attributes:
+      saved: groups of equal arrays, the largest first, as `MemoryReport.rows`.
+      total: number of bytes of all saved arrays, without arguments.
+      default: number of bytes that JAX saves without `auto_remat`.
+      recompute: predicted time of recomputation, divided by that of the forward and backward pass.
+      frontier: points with falling bytes, from ``(default, 0)`` to the least possible bytes. Each
+        point is an optimum: no plan has fewer bytes at the same recomputation.
+        ``auto_remat(fun, budget=point.bytes)`` reaches it.
+    """
+
+    saved: tuple[KeptArray, ...]
+    total: int
+    default: int
+    recompute: float
+    frontier: tuple[RematPoint, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(part for part in (self._rows(), self._summary(), self._names()) if part)
+
+    def _rows(self) -> str:
+        shown = self.saved[:_ROWS]
+        lines: list[tuple[str, ...]] = [("MiB", "array", "count", "made by", "source")]
+        for row in shown:
+            array = f"{row.dtype.name}[{','.join(map(str, row.shape))}]"
+            lines.append((_mib(row.bytes), array, str(row.count), row.made_by, row.source))
+        limits = (8, 32, 6, 16, _WIDTH - 8 - 32 - 6 - 16 - 8)
+        lines = [tuple(_short(cell, n) for cell, n in zip(line, limits)) for line in lines]
+        text = table(lines, left=(1, 3, 4)) if shown else "no array is saved"
+        if rest := self.saved[_ROWS:]:
+            text += f"\n{len(rest)} more rows: {_mib(sum(row.bytes for row in rest))} MiB"
+        return text
+
+    def _summary(self) -> str:
+        lines = [
+            f"saved: {_mib(self.total)} MiB; without auto_remat {_mib(self.default)} MiB",
+            f"recomputation: {self.recompute:.1%} of the predicted time of the two passes",
+            "frontier (MiB: recomputation)",
+        ]
+        points = self.frontier
+        step = max(1, -(-len(points) // _POINTS))
+        some = dict.fromkeys([*points[::step], points[-1]])
+        return "\n".join([*lines, *(f"  {_mib(p.bytes)}: {p.recompute:.1%}" for p in some)])
+
+    def _names(self) -> str:
+        """Return the lines that save the same arrays with names placed by hand."""
+        rows = [row for row in self.saved if ".py:" in row.source][:_ROWS]
+        if not rows:
+            return ""
+        places = dict.fromkeys(f"{row.source.partition(' ')[0]}" for row in rows)
+        lines = [f'  checkpoint_name(<{p}>, "saved")' for p in places]
+        policy = 'jax.checkpoint(fun, policy=save_only_these_names("saved")), and in the code:'
+        return "\n".join(_short(line, _WIDTH) for line in ["the same by hand: " + policy, *lines])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot the frontier with matplotlib, and return the axes.
+
+        Args:
+          ax: axes of matplotlib; None for new ones.
+        """
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            _, ax = plt.subplots()
+        ax.plot(
+            [point.bytes / 2**20 for point in self.frontier],
+            [100 * point.recompute for point in self.frontier],
+            marker=".",
+        )
+        ax.plot([self.total / 2**20], [100 * self.recompute], "o", label="this plan")
+        ax.set_xlabel("saved MiB")
+        ax.set_ylabel("recomputation, % of both passes")
+        ax.legend()
+        return ax
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _mib(size: int) -> str:
+    mib = size / 2**20
+    return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def remat_plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    budget: int | float | None = None,
+    argnums: int | Sequence[int] = 0,
+    static_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
+) -> RematPlan:
+    """Return what a function saves with `auto_remat`, without running it.
+
+    Args:
+      fun: the function to differentiate, as for ``jax.grad`` or ``jax.vjp``.
+      args: the function's arguments: trees of arrays or of ``jax.ShapeDtypeStruct``. Other leaves
+        are passed unchanged.
+      budget: the budget, as for :func:`jaxnorm.auto_remat`.
+      argnums: index or indices of the arguments whose floating-point arrays are differentiated.
+      static_argnums: index or indices of arguments that are passed unchanged.
+      kwargs: the function's keyword arguments, which are not differentiated.
+
+    Returns:
+      A :class:`RematPlan`; ``print`` it for a summary.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: the budget is out of range, or smaller than the least possible number of bytes.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> def mlp(w, x):
+      ...     return jnp.sum((jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"])
+      >>> shapes = {"gate": (64, 256), "up": (64, 256), "down": (256, 64)}
+      >>> w = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+      >>> x = jax.ShapeDtypeStruct((1024, 64), "float32")
+      >>> plan = jaxnorm.remat_plan(mlp, w, x)
+      >>> plan.total / 2**20, plan.default / 2**20
+      (2.0, 6.0)
+    """
+    if not callable(fun):
+        raise TypeError(f"{_NAME}: fun is a {type(fun).__name__}; expected a function")
+    check_budget(_NAME, budget)
+    chosen = indices(_NAME, "argnums", argnums, len(args))
+    fixed = indices(_NAME, "static_argnums", static_argnums, len(args))
+
+    def of_arrays(*given: Any) -> Any:
+        *dynamic, keywords = given
+        found = iter(dynamic)
+        every = [a if i in fixed else next(found) for i, a in enumerate(args)]
+        return fun(*every, **keywords)
+
+    dynamic = [i for i in range(len(args)) if i not in fixed]
+    arguments = [*(args[i] for i in dynamic), kwargs]
+    along = [k for k, i in enumerate(dynamic) if i in chosen]
+    call = Call(of_arrays, arguments, {}, ())
+    mask = tuple(i in along and is_inexact(a) for i, a in zip(call.owners, call.arrays))
+    tangents = [a for a, is_along in zip(call.arrays, mask) if is_along]
+    found = planning.survey(call.region(), mask, call.arrays, tangents)
+    recompute = found.recomputed(found.chosen(_NAME, budget))
+    report = memory_report(auto_remat(of_arrays, budget=budget), *arguments, argnums=along)
+    rows = tuple(dataclasses.replace(row, advice=None, saves=0) for row in report.rows)
+    total = found.seconds or 1.0
+    points = tuple(RematPoint(size, time / total) for size, time in found.frontier())
+    return RematPlan(rows, report.total, found.default, recompute / total, points)

@@ -1,0 +1,269 @@
+"""auto_remat and remat_plan: values, derivatives, saved bytes, and operations that run twice."""
+
+import collections
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from program_error import assert_same_results
+
+import jaxnorm
+from jaxnorm import auto_remat
+
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.remat,
+    pytest.mark.usefixtures("quick_to_compile"),
+]
+
+#: Assert that two programs have the same results, up to the rounding of the second one.
+assert_same = functools.partial(assert_same_results, as_accurate=True)
+LAYERS, ROWS, COLS = 3, 8, 16
+_KEYS = jax.random.split(jax.random.key(0), 2)
+W = jax.random.normal(_KEYS[0], (LAYERS, COLS, COLS)) / 4
+X = jax.random.normal(_KEYS[1], (ROWS, COLS))
+
+
+def layer(x, w):
+    h = jax.nn.silu(x @ w)
+    return x + jnp.tanh(h) * h
+
+
+def scanned(w, x, layer=layer):
+    return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0] ** 2)
+
+
+def unrolled(w, x, layer=layer):
+    for i in range(LAYERS):
+        x = layer(x, w[i])
+    return jnp.sum(x**2)
+
+
+def counts(f, *args):
+    """Count the primitives of a traced program, including those of inner programs."""
+    found = collections.Counter()
+
+    def visit(jaxpr):
+        for e in jaxpr.eqns:
+            found[e.primitive.name] += 1
+            for inner in jaxprs_in_params(e.params):
+                visit(getattr(inner, "jaxpr", inner))
+
+    visit(jax.make_jaxpr(f)(*args).jaxpr)
+    return found
+
+
+def assert_same_gradients(f, *args, argnums=(0, 1), remat=auto_remat):
+    """Assert that values and gradients are those of f, compiled and not compiled."""
+    ours, plain = (jax.value_and_grad(g, argnums) for g in (remat(f), f))
+    for run in (ours, jax.jit(ours)):
+        assert_same(lambda run=run: run(*args), lambda: plain(*args))
+
+
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_gradients(f):
+    assert_same_gradients(f, W, X)
+
+
+@pytest.mark.parametrize("f", [scanned, unrolled])
+@pytest.mark.parametrize("budget", [0.6, 0.3, 8 * 4 * ROWS * COLS])
+def test_gradients_within_a_budget(f, budget):
+    assert_same_gradients(f, W, X, remat=functools.partial(auto_remat, budget=budget))
+
+
+TRANSFORMATIONS = {
+    "grad of grad": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2))(W),
+    "jvp": lambda f: jax.jvp(f, (W, X), (W, X)),
+    "linearize": lambda f: jax.linearize(f, W, X)[1](W, X),
+    "hessian": lambda f: jax.hessian(lambda x: f(W, x))(X[:2]),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0))(W, jnp.stack([X, 2 * X])),
+    "grad of vmap": lambda f: jax.grad(
+        lambda w: jnp.sum(jax.vmap(f, (0, None))(jnp.stack([w, 2 * w]), X))
+    )(W),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(W, X),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_transformations(f, name):
+    of = TRANSFORMATIONS[name]
+    assert_same(lambda: jax.jit(of, static_argnums=0)(auto_remat(f)), lambda: of(f))
+
+
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_a_layer_inside_another_loop(f):
+    ours = functools.partial(f, layer=auto_remat(layer))
+    assert_same(lambda: jax.grad(ours)(W, X), lambda: jax.grad(f)(W, X))
+
+
+def test_no_matmul_runs_twice():
+    for f in (scanned, unrolled):
+        plain, ours = (counts(jax.grad(g, (0, 1)), W, X) for g in (f, auto_remat(f)))
+        assert ours["dot_general"] == plain["dot_general"]
+        assert ours["scan"] == plain["scan"]
+        compiled = jax.jit(jax.grad(auto_remat(f), (0, 1))).lower(W, X).compile().as_text()
+        plain = jax.jit(jax.grad(f, (0, 1))).lower(W, X).compile().as_text()
+        assert compiled.count(" dot(") == plain.count(" dot(")
+
+
+def test_effects_happen_as_often():
+    calls = []
+
+    def f(w, x):
+        jax.debug.callback(lambda _: calls.append("debug"), x)
+        stopped = jax.lax.stop_gradient(x)
+        x = x + io_callback(lambda x: (calls.append("io"), x)[1], stopped, stopped, ordered=True)
+
+        def body(x, w):
+            jax.debug.callback(lambda _: calls.append("scan"), x)
+            return layer(x, w), None
+
+        return jnp.sum(jax.lax.scan(body, x, w)[0])
+
+    def calls_of(f):
+        calls.clear()
+        jax.block_until_ready(f(W, X))
+        jax.effects_barrier()
+        return sorted(calls)
+
+    expected = ["debug", "io", *["scan"] * LAYERS]
+    for run in (lambda f: f, jax.jit):
+        assert calls_of(run(auto_remat(f))) == expected
+        assert calls_of(run(jax.grad(auto_remat(f)))) == expected
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_meshes(kind):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    w = jax.device_put(W, NamedSharding(mesh, P(None, None, "b")))
+    x = jax.device_put(X, NamedSharding(mesh, P("a")))
+    sharding = {"out_sharding": P("a", None)} if kind == AxisType.Explicit else {}
+
+    def layer(x, w):
+        h = jax.nn.silu(jnp.einsum("ab,bc->ac", x, w, **sharding))
+        return x + jnp.tanh(h) * h
+
+    f = functools.partial(scanned, layer=layer)
+    with jax.set_mesh(mesh):
+        gradients = jax.jit(jax.grad(auto_remat(f)))(w, x)
+    assert_same(lambda: np.asarray(gradients), lambda: jax.grad(scanned)(W, X))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("place", ["inside", "outside", "both"])
+def test_shard_map(check_vma, place):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+    def loss(inner, outer):
+        mapped = jax.shard_map(
+            inner(lambda w, x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]),
+            mesh=mesh,
+            in_specs=(P(), P("d")),
+            out_specs=P("d"),
+            check_vma=check_vma,
+        )
+        return outer(lambda w, x: jnp.sum(mapped(w, x) ** 2))
+
+    remat = {True: auto_remat, False: lambda f: f}
+    ours = loss(remat[place != "outside"], remat[place != "inside"])
+    gradients = jax.jit(jax.grad(ours))(W, X)
+    assert_same(lambda: np.asarray(gradients), lambda: jax.grad(scanned)(W, X))
+
+
+def test_arguments_and_results_of_all_kinds():
+    def f(params, batch, key, *, train, name=None):
+        y = layer(batch["x"], params["w"])
+        first, second = jax.random.split(key)
+        if train:
+            y = y * jax.random.bernoulli(first, 0.5, y.shape)
+        y = y + params["b"][batch["labels"]]
+        aux = {"labels": batch["labels"] + 1, "positive": y > 0, "key": second, "none": None}
+        return jnp.sum(y), aux | {"name": name, "number": 2, "y": y}
+
+    params = {"w": W[0], "b": X}
+    batch = {"x": X, "labels": jnp.arange(ROWS) % 3}
+    for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        for train in (True, False):
+            run = [
+                jax.value_and_grad(g, has_aux=True)(params, batch, key, train=train, name="text")
+                for g in (auto_remat(f), f)
+            ]
+            aux, expected = (r[0][1] for r in run)
+            assert jax.tree.structure(run[0]) == jax.tree.structure(run[1])
+            assert (aux["name"], aux["none"], aux["number"]) == ("text", None, 2)
+            assert jax.random.uniform(aux["key"]) == jax.random.uniform(expected["key"])
+            for name in ("labels", "positive", "y"):
+                np.testing.assert_array_equal(aux[name], expected[name])
+            for a, b in zip(*(jax.tree.leaves(r[1]) for r in run), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_static_arguments():
+    f = auto_remat(
+        lambda n, x, kind: jnp.sum(x**n if kind == "power" else x), static_argnums=(0, -1)
+    )
+    np.testing.assert_array_equal(jax.grad(f, 1)(2, X, "power"), 2 * X)
+    assert auto_remat(lambda n: n * X, static_argnums=0)(2).shape == X.shape
+
+
+def test_name_and_signature_stay():
+    assert auto_remat(layer).__name__ == "layer"
+    assert auto_remat(scanned).__wrapped__ is scanned
+
+
+def test_closed_over_tracers():
+    def f(w, x, remat):
+        return jnp.sum(remat(lambda y: layer(y, 2 * w[0]) * jnp.sin(x))(jnp.tanh(x)))
+
+    ours = functools.partial(f, remat=auto_remat)
+    plain = functools.partial(f, remat=lambda g: g)
+    assert_same(
+        lambda: jax.grad(ours, (0, 1))(W, X),
+        lambda: jax.grad(plain, (0, 1))(W, X),
+        as_accurate=True,
+    )
+
+
+# ----------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_each_point_of_the_frontier_is_reached(f):
+    plan = jaxnorm.remat_plan(f, W, X)
+    assert plan.frontier[0] == (plan.default, 0.0)
+    sizes, shares = zip(*plan.frontier)
+    assert all(a > b for a, b in itertools.pairwise(sizes))
+    assert all(a < b for a, b in itertools.pairwise(shares))
+    for point in plan.frontier:
+        reached = jaxnorm.remat_plan(f, W, X, budget=point.bytes)
+        assert reached.total == point.bytes
+        assert reached.recompute == point.recompute
+        remat = auto_remat(f, budget=point.bytes)
+        assert jaxnorm.memory_report(remat, W, X).total == point.bytes
+
+
+@pytest.mark.parametrize("budget", [True, "1", 1.5, -1, float("nan"), 0.0, 1j, np.array(1)])
+def test_budgets_that_are_no_budgets(budget):
+    for call in (
+        lambda: auto_remat(scanned, budget=budget),
+        lambda: jaxnorm.remat_plan(scanned, W, X, budget=budget),
+    ):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"^jaxnorm\.(auto_remat|remat_plan): budget"
+        ):
+            call()
+
+
+def test_a_budget_below_the_least_possible():
+    least = jaxnorm.remat_plan(scanned, W, X).frontier[-1].bytes
+    jax.grad(auto_remat(scanned, budget=least))(W, X)
+    with pytest.raises(ValueError, match=rf"^jaxnorm.auto_remat: budget.*{least} bytes"):
+        jax.grad(auto_remat(scanned, budget=least - 1))(W, X)
