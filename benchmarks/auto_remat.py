@@ -1,0 +1,204 @@
+"""Measures training steps with `auto_remat` beside plain JAX, and names placed by hand.
+
+Usage, from the root of the repository::
+
+    python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
+        [--rows plain,names] [--tiny]
+
+Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
+minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds until the
+step is compiled. All rows run in one process, one after the other, three times.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name as name
+
+import jaxnorm
+from benchmarks import language_models, models, training, variants
+from benchmarks.language_models import Model, Params
+from benchmarks.variants import Array, rotated
+
+_NAMES = ("q", "k", "v", "attended", "h", "gate", "up", "mid")
+_STEPS, _ROUNDS = 8, 3
+
+
+def _policy(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Save the arrays that have names, and the results of cuDNN's attention."""
+    if str(primitive) == "name":
+        return params["name"] in _NAMES
+    return "dot_product_attention_fwd" in str(primitive)
+
+
+def gpt2(model: Model, params: Params, x: Array) -> Array:
+    """GPT-2 as in `language_models`, with names of the arrays that a layer saves."""
+    use = model.variant
+
+    def layer(x: Array, p: Params) -> Array:
+        y = use.layer_norm(x, **p["attention_norm"])
+        qkv = jnp.split(language_models.dense(use.linear, y, p["qkv"]), 3, axis=-1)
+        q, k, v = (name(model.heads(a), n) for a, n in zip(qkv, "qkv"))
+        attended = name(model.attend(q, k, v), "attended")
+        branch = language_models.dense(use.heads_linear, attended, p["attention_out"])
+        x = name(x + branch, "h")
+        y = use.layer_norm(x, **p["mlp_norm"])
+        h = name(language_models.dense(use.linear, y, p["mlp_in"]), "mid")
+        return x + use.activation_linear(h, p["mlp_out"]["kernel"], p["mlp_out"]["bias"])
+
+    x = x + params["positions"][: x.shape[1]].astype(x.dtype)
+    return use.layer_norm(model.stack(layer, x, params["layers"]), **params["norm"])
+
+
+def llama(model: Model, params: Params, x: Array) -> Array:
+    """Llama as in `language_models`, with names of the arrays that a layer saves."""
+    use = model.variant
+    tables = language_models.rotations(x.shape[1], model.size.head)
+
+    def layer(x: Array, p: Params) -> Array:
+        y = use.rms_norm(x, **p["attention_norm"])
+        q, k, v = (model.heads(use.linear(y, p[n])) for n in "qkv")
+        q, k, v = name(rotated(q, *tables), "q"), name(rotated(k, *tables), "k"), name(v, "v")
+        attended = name(model.attend(q, k, v), "attended")
+        x = name(x + use.heads_linear(attended, p["attention_out"]), "h")
+        y = use.rms_norm(x, **p["mlp_norm"])
+        gate, up = (name(use.linear(y, p[n]), n) for n in ("gate", "up"))
+        return x + use.gated_linear(gate, up, p["down"])
+
+    return use.rms_norm(model.stack(layer, x, params["layers"]), **params["norm"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A way to train a model.
+
+    Attributes:
+      variant: name of a variant of the model's functions.
+      remat: the rematerialisation of each layer, as in `models`, or "names".
+      auto: a function that is applied to the loss, or None.
+    """
+
+    variant: str
+    remat: Any = "none"
+    auto: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+
+
+def _auto(budget: int | float | None = None) -> Callable[..., Any]:
+    return functools.partial(jaxnorm.auto_remat, budget=budget)
+
+
+_LINEAR, _NORMS = "jnp-linear-loss", "jaxnorm-everything"
+ROWS = {
+    "plain": Row("jnp"),
+    "dots": Row("jnp", "dots"),
+    "names": Row("jnp", "names"),
+    "names, linear loss": Row(_LINEAR, "names"),
+    "block, linear loss": Row(_LINEAR, "block"),
+    "all of jaxnorm": Row("jaxnorm-products"),
+    "auto": Row("jnp", auto=_auto()),
+    "auto, linear loss": Row(_LINEAR, auto=_auto()),
+    "auto, norms, linear loss": Row(_NORMS, auto=_auto()),
+    "auto, linear loss, budget 0.25": Row(_LINEAR, auto=_auto(0.25)),
+    "auto, linear loss, budget 0.15": Row(_LINEAR, auto=_auto(0.15)),
+    "auto, linear loss, budget 0.08": Row(_LINEAR, auto=_auto(0.08)),
+}
+
+
+def step(model: str, layers: Any, row: Row) -> training.Step:
+    """Return a training step, compiled."""
+    size = models.MODELS[model]
+    of_names = {"gpt2": gpt2, "llama": llama} if row.remat == "names" else _PLAIN_MODELS
+    language_models._MODELS.update(of_names)
+    language_models.train_step = functools.partial(_train_step, row.auto or (lambda f: f))
+    cell = models.TrainingCell(model, row.remat, layers, "bfloat16", size.batch, row.variant)
+    compiled = training.Step(cell, size.batch)
+    _ = compiled.run, compiled.initial, compiled.batch
+    return compiled
+
+
+_PLAIN_MODELS = dict(language_models._MODELS)
+
+
+def _train_step(remat: Callable[..., Any], model: Model, state: Any, tokens: Array) -> Any:
+    """Take a step of AdamW, as `language_models.train_step`, with the loss under `remat`."""
+    params, moments = state
+    loss, gradients = jax.value_and_grad(remat(model.loss))(params, tokens)
+    updates, moments = language_models.OPTIMIZER.update(gradients, moments, params)
+    params = language_models.optax.apply_updates(params, updates)
+    return (params, moments), loss
+
+
+def measure(model: str, layers: str, rows: list[str]) -> None:
+    """Compile and time the rows, and print a line for each of them."""
+    steps: dict[str, training.Step] = {}
+    seconds: dict[str, float] = {}
+    for row in rows:
+        start = time.perf_counter()
+        try:
+            steps[row] = step(model, layers, ROWS[row])
+        except Exception as error:  # A row that fails must not hide the others.
+            print(f"{model} {layers} {row}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        seconds[row] = time.perf_counter() - start
+        temp = steps[row].temp_bytes / 1e9
+        print(f"compiled {row}: {seconds[row]:.1f} s, temp {temp:.2f} GB", flush=True)
+    times: dict[str, list[float]] = {row: [] for row in steps}
+    losses = {}
+    for _ in range(_ROUNDS):
+        for row, run in steps.items():
+            state, tokens = run.initial(), run.batch(0)
+            state, loss = run.run(state, tokens)
+            losses.setdefault(row, float(loss))
+            for i in range(_STEPS + 2):
+                if i == 2:
+                    jax.block_until_ready(state)
+                    start = time.perf_counter()
+                state, loss = run.run(state, tokens)
+            jax.block_until_ready(state)
+            times[row].append(1e3 * (time.perf_counter() - start) / _STEPS)
+            del state
+    best = min(times.get("plain", [float("nan")]))
+    for row, run in steps.items():
+        ms = times[row]
+        print(
+            f"{model:11} {layers:9} {row:32} {min(ms):8.2f} ms ({min(ms) / best:.3f})  median "
+            f"{statistics.median(ms):8.2f}  temp {run.temp_bytes / 1e9:6.2f} GB  loss "
+            f"{losses[row]:.4f}  compiled in {seconds[row]:.1f} s",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Measure the rows that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="llama-1b,gpt2-small")
+    parser.add_argument("--layers", default="scan,unrolled")
+    parser.add_argument("--rows", default="", help="prefixes of rows, separated by semicolons")
+    parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
+    options = parser.parse_args()
+    plain = variants.VARIANTS["jnp"]
+    variants.VARIANTS[_LINEAR] = dataclasses.replace(plain, loss=variants.loss_without_logits)
+    language_models._POLICIES["names"] = {"policy": _policy}  # type: ignore[index]
+    if options.tiny:
+        small = {"layers": 4, "width": 256, "heads": 4, "hidden": 512, "vocabulary": 1024}
+        for key, size in models.MODELS.items():
+            kv_heads = 4 if size.kind == "gpt2" else 2
+            tiny = dataclasses.replace(size, kv_heads=kv_heads, seq=256, batch=2, **small)
+            models.MODELS[key] = tiny
+    prefixes = tuple(options.rows.split(";"))
+    rows = [row for row in ROWS if row.startswith(prefixes)]
+    print(jax.__version__, jax.devices()[0].device_kind, flush=True)
+    for model in options.models.split(","):
+        for layers in options.layers.split(","):
+            measure(model, layers, rows)
+
+
+if __name__ == "__main__":
+    main()
