@@ -56,12 +56,14 @@ class Step:
       operands: indices of the values that it takes, without those that are always known.
       results: indices of the values that it computes.
       is_costly: True if the equation runs again only within a budget.
+      is_anchor: True if the equation does not run again within a budget.
     """
 
     seconds: float
     operands: tuple[int, ...]
     results: tuple[int, ...]
     is_costly: bool = False
+    is_anchor: bool = False
 
 
 class Graph:
@@ -107,7 +109,10 @@ class Graph:
         if not self.residuals:
             return Cut((), 0, 0.0, ())
         values, steps = len(self.sizes), len(self.steps)
-        never = [s.seconds == math.inf or (s.is_costly and not allow_costly) for s in self.steps]
+        never = [
+            step.seconds == math.inf or (step.is_anchor if allow_costly else step.is_costly)
+            for step in self.steps
+        ]
         prices = [0.0 if n else price * s.seconds for n, s in zip(never, self.steps)]
         finite = np.array([*self.sizes, *prices])
         capacities = np.full(len(self._tails), _INFINITE, np.int32)

@@ -26,7 +26,7 @@ from jax.extend.core import Var, jaxpr_as_fun
 
 from jaxnorm.primitives.recomputation import linear_program
 from jaxnorm.primitives.rules import jvp
-from jaxnorm.remat import costs
+from jaxnorm.remat import costs, segments
 from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
 
@@ -57,16 +57,6 @@ class Pricing:
         return self.cuts[graph]
 
 
-def needs_barrier(in_loop: bool) -> bool:
-    """Return True if a barrier separates the recomputation of a region from the forward pass.
-
-    Inside a loop, XLA cannot merge values of the backward pass with those of the forward pass,
-    because the two passes are two loops. Elsewhere, XLA would merge equal values, and so keep the
-    arrays in memory that the plan does not save.
-    """
-    return not in_loop
-
-
 @dataclasses.dataclass(frozen=True)
 class Linearized:
     """A program and its derivative along some of the inputs.
@@ -78,7 +68,7 @@ class Linearized:
       moving: indices of the results whose tangents are not zero.
       along: tangents of these results.
       known: equations that do not depend on tangents.
-      linear: equations that depend on tangents.
+      groups: equations that depend on tangents, in a list for each segment.
       residuals: values of `known`, and inputs, that `linear` uses.
       graph: the graph whose cuts are the choices of saved values.
       values: the variable of each value of the graph.
@@ -91,10 +81,15 @@ class Linearized:
     moving: tuple[int, ...]
     along: tuple[Any, ...]
     known: list[Any]
-    linear: list[Any]
+    groups: list[list[Any]]
     residuals: list[Var]
     graph: Graph
     values: list[Var]
+
+    @property
+    def linear(self) -> list[Any]:
+        """All equations that depend on tangents."""
+        return [e for group in self.groups for e in group]
 
     @property
     def seconds(self) -> float:
@@ -154,6 +149,16 @@ class Region:
         run = jax.custom_jvp(lambda *arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
         run.defjvp(functools.partial(self._jvp, plan), symbolic_zeros=True)
         return run(*arrays, *self.program.constants)
+
+    @property
+    def has_barrier(self) -> bool:
+        """True if barriers separate the recomputation from the forward pass.
+
+        Inside a loop, XLA cannot merge values of the backward pass with those of the forward pass,
+        because the two passes are two loops. Elsewhere, XLA would merge equal values, and so keep
+        the arrays in memory that the plan does not save.
+        """
+        return not self.in_loop
 
     @property
     def _count(self) -> int:
@@ -252,7 +257,12 @@ class Region:
         rest = [e for e, tangent in zip(program.equations, is_linear) if not tangent]
         known = needed(rest, [*outputs, *residuals], with_effects=True)
         free = {v for v, is_free in zip(inputs, self.is_free) if is_free}
-        graph, values = self._graph(known, inputs, free, residuals)
+        segment_of: dict[Var, int] = {}
+        anchors: list[Var] = []
+        if self.has_barrier:
+            segment_of, anchors = segments.split(known, {*residuals})
+        groups = segments.group(of_linear, segment_of, tangents)
+        graph, values = self._graph(known, inputs, free, residuals, {*anchors})
         return Linearized(
             program,
             inputs,
@@ -261,14 +271,19 @@ class Region:
             tuple(moves),
             along,
             known,
-            of_linear,
+            groups,
             residuals,
             graph,
             values,
         )
 
     def _graph(
-        self, known: list[Any], inputs: Sequence[Var], free: set[Var], residuals: list[Var]
+        self,
+        known: list[Any],
+        inputs: Sequence[Var],
+        free: set[Var],
+        residuals: list[Var],
+        anchors: set[Var],
     ) -> tuple[Graph, list[Var]]:
         """Return the graph of the equations that the residuals depend on, and its values."""
         equations = needed(known, residuals)
@@ -285,6 +300,7 @@ class Region:
                     tuple(index[v] for v in variables(e.invars) if v in index),
                     tuple(index[v] for v in e.outvars),
                     costs.is_costly(e),
+                    any(v in anchors for v in e.outvars),
                 )
             )
             if e.primitive.name == "shard_map":
@@ -301,27 +317,38 @@ class Region:
         """Return the outputs and their tangents. The derivative saves what the cut has chosen."""
         program, inputs = derivative.program, derivative.inputs
         saved = [derivative.values[i] for i in cut.saved]
-        again = needed(derivative.known, derivative.residuals, saved)
-        used = dict.fromkeys(v for e in again for v in variables(e.invars))
-        used |= dict.fromkeys(derivative.residuals)
-        operands = [v for v in used if v in {*saved, *inputs}]
-        computed = [v for v in operands if v not in inputs]
-        outputs = [*derivative.outputs, *computed]
+        outputs = [*derivative.outputs, *(v for v in saved if v not in {*inputs})]
         equations = needed(derivative.known, outputs, with_effects=True)
-        forward = program.closed(equations, inputs, outputs)
-        arrays = jaxpr_as_fun(forward)(*primals)
-        results, rest = arrays[: len(derivative.outputs)], arrays[len(derivative.outputs) :]
-        if not derivative.along:
-            return results, []
-        of = dict(zip(inputs, primals)) | dict(zip(computed, rest))
-        backward = program.closed(
-            [*again, *derivative.linear], [*operands, *derivative.tangents], derivative.along
-        )
-        recomputing = {v for e in again for v in variables(e.invars)}
-        has_barrier = needs_barrier(self.in_loop)
-        barriers = [has_barrier and v in recomputing for v in operands]
-        along = linear_program(backward, [of[v] for v in operands], tangents, barriers=barriers)
-        return results, along
+        arrays = jaxpr_as_fun(program.closed(equations, inputs, outputs))(*primals)
+        values = dict(zip(inputs, primals)) | dict(zip(outputs, arrays))
+        along = dict(zip(derivative.tangents, tangents))
+        available = {*saved, *inputs}
+        last_use = {
+            v: i
+            for i, group in enumerate(derivative.groups)
+            for e in group
+            for v in variables(e.invars)
+        }
+        last_use |= dict.fromkeys(derivative.along, len(derivative.groups))
+        for i, linear in enumerate(derivative.groups):
+            made = {v for e in linear for v in e.outvars}
+            used = [*dict.fromkeys(v for e in linear for v in variables(e.invars) if v not in made)]
+            moving = [v for v in used if v in along]
+            residuals = [v for v in used if v not in along]
+            again = needed(derivative.known, residuals, saved)
+            recomputing = {v for e in again for v in variables(e.invars)}
+            operands = [v for v in dict.fromkeys([*recomputing, *residuals]) if v in available]
+            results = [v for v in made if last_use.get(v, -1) > i]
+            barriers = [self.has_barrier and v in recomputing for v in operands]
+            moved = linear_program(
+                program.closed([*again, *linear], [*operands, *moving], results),
+                [values[v] for v in operands],
+                [along[v] for v in moving],
+                barriers=barriers,
+                awaits=any(barriers),
+            )
+            along.update(zip(results, moved))
+        return arrays[: len(derivative.outputs)], [along[v] for v in derivative.along]
 
 
 def is_inexact(a: Any) -> bool:

@@ -1,0 +1,90 @@
+"""Segments: consecutive parts of a program without loops, such as unrolled layers.
+
+If all layers of an unrolled model were recomputed by one call, XLA could run the recomputation of
+all layers at the beginning of the backward pass, and hold the results of all of them. So the
+program is split where only one array crosses from a layer to the next: the residual stream. Each
+segment is recomputed when its backward pass begins. Within a budget, the arrays that cross are
+saved, so that no segment needs to recompute another one.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.extend.core import Var
+
+from jaxnorm.remat import costs
+from jaxnorm.remat.programs import variables
+
+
+def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, int], list[Var]]:
+    """Return the segment of each value, and the values that cross from a segment to the next.
+
+    Only values that depend on a costly operation count as crossing. Others, such as masks and
+    rotary tables, are cheap to compute in each segment. The number of segments minimises the bytes
+    of the crossing values and of the residuals of one segment together.
+
+    Args:
+      known: the equations of the forward pass.
+      residuals: the values that the derivative needs.
+    """
+    last_use = {v: i for i, e in enumerate(known) for v in variables(e.invars)}
+    depends: set[Var] = set()
+    live: set[Var] = set()
+    crossings: dict[int, Var] = {}
+    sizes = []
+    for i, e in enumerate(known):
+        if costs.is_costly(e) or any(v in depends for v in variables(e.invars)):
+            depends.update(e.outvars)
+            live.update(v for v in e.outvars if last_use.get(v, -1) > i)
+        live -= {v for v in variables(e.invars) if last_use[v] == i}
+        if len(live) == 1:
+            (crossings[i],) = live
+        sizes.append(sum(costs.size(v.aval) for v in e.outvars if v in residuals))
+    if not crossings or not any(sizes):
+        return {v: 0 for e in known for v in e.outvars}, []
+    typical = statistics.median(costs.size(v.aval) for v in crossings.values())
+    target = math.sqrt(sum(sizes) * typical)
+    anchors: list[Var] = []
+    found: dict[Var, int] = {}
+    since = 0
+    for i, e in enumerate(known):
+        found |= dict.fromkeys(e.outvars, len(anchors))
+        since += sizes[i]
+        if i in crossings and since >= target and costs.size(crossings[i].aval) <= typical:
+            anchors.append(crossings[i])
+            since = 0
+    return found, anchors
+
+
+def group(linear: Sequence[Any], of: dict[Var, int], tangents: Collection[Var]) -> list[list[Any]]:
+    """Return the equations of a derivative, in a list for each segment.
+
+    An equation belongs to the last segment of its operands. An equation that depends on nothing but
+    tangents of arguments, such as the cast of a weight's tangent, belongs to the first segment that
+    uses it. Otherwise, the gradients of all weights would be in memory until the last segment of
+    the backward pass casts them.
+    """
+    place = dict.fromkeys(tangents, 0)
+    early: set[Var] = {*tangents}
+    chosen = []
+    for e in linear:
+        operands = [*variables(e.invars)]
+        segment = max((of.get(v, place.get(v, 0)) for v in operands), default=0)
+        place |= dict.fromkeys(e.outvars, segment)
+        if all(v in early or (v not in of and v not in place) for v in operands):
+            early.update(e.outvars)
+        chosen.append(segment)
+    users: dict[Var, int] = {}
+    for i in reversed(range(len(linear))):
+        e = linear[i]
+        later = [users[v] for v in e.outvars if v in users]
+        if later and all(v in early for v in e.outvars):
+            chosen[i] = min(later)
+        for v in variables(e.invars):
+            users[v] = min(users.get(v, chosen[i]), chosen[i])
+    order = sorted(range(len(linear)), key=chosen.__getitem__)
+    groups = itertools.groupby(order, key=chosen.__getitem__)
+    return [[linear[i] for i in members] for _, members in groups]
