@@ -3,7 +3,7 @@
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
-        [--rows plain,names] [--tiny]
+        [--rows "plain;names"] [--barriers saved] [--tiny]
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds until the
@@ -26,6 +26,7 @@ import jaxnorm
 from benchmarks import language_models, models, training, variants
 from benchmarks.language_models import Model, Params
 from benchmarks.variants import Array, rotated
+from jaxnorm.remat import regions
 
 _NAMES = ("q", "k", "v", "attended", "h", "gate", "up", "mid")
 _STEPS, _ROUNDS = 8, 3
@@ -181,8 +182,10 @@ def main() -> None:
     parser.add_argument("--models", default="llama-1b,gpt2-small")
     parser.add_argument("--layers", default="scan,unrolled")
     parser.add_argument("--rows", default="", help="prefixes of rows, separated by semicolons")
+    parser.add_argument("--barriers", default=regions.BARRIERS, help="saved, recomputed or none")
     parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
     options = parser.parse_args()
+    regions.BARRIERS = options.barriers
     plain = variants.VARIANTS["jnp"]
     variants.VARIANTS[_LINEAR] = dataclasses.replace(plain, loss=variants.loss_without_logits)
     language_models._POLICIES["names"] = {"policy": _policy}  # type: ignore[index]

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,19 @@ from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
 
 Mask = tuple[bool, ...]
+type Barriers = Literal["saved", "recomputed", "none"]
+
+#: Where optimization barriers separate the backward pass from the forward pass, outside of loops.
+#: Without a barrier, XLA merges equal values of the two passes, and so keeps arrays in memory that
+#: the plan does not save. The backward pass of a segment begins with a barrier around its
+#: cotangents and
+#:
+#: - "saved": all arrays that it saves. Custom derivative rules may recompute values from them.
+#: - "recomputed": the arrays from which it computes others again.
+#: - "none": there is no barrier.
+#:
+#: Loops need none: the two passes are two loops, whose values XLA cannot merge.
+BARRIERS: Barriers = "saved"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,15 +163,9 @@ class Region:
         run.defjvp(functools.partial(self._jvp, plan), symbolic_zeros=True)
         return run(*arrays, *self.program.constants)
 
-    @property
-    def has_barrier(self) -> bool:
-        """True if barriers separate the recomputation from the forward pass.
-
-        Inside a loop, XLA cannot merge values of the backward pass with those of the forward pass,
-        because the two passes are two loops. Elsewhere, XLA would merge equal values, and so keep
-        the arrays in memory that the plan does not save.
-        """
-        return not self.in_loop
+    def _has_barrier(self, is_recomputed: bool) -> bool:
+        of_kind = {"saved": True, "recomputed": is_recomputed, "none": False}
+        return not self.in_loop and of_kind[BARRIERS]
 
     @property
     def _count(self) -> int:
@@ -259,7 +266,7 @@ class Region:
         free = {v for v, is_free in zip(inputs, self.is_free) if is_free}
         segment_of: dict[Var, int] = {}
         anchors: list[Var] = []
-        if self.has_barrier:
+        if not self.in_loop:
             segment_of, anchors = segments.split(known, {*residuals})
         groups = segments.group(of_linear, segment_of, tangents)
         graph, values = self._graph(known, inputs, free, residuals, {*anchors})
@@ -339,7 +346,7 @@ class Region:
             recomputing = {v for e in again for v in variables(e.invars)}
             operands = [v for v in dict.fromkeys([*recomputing, *residuals]) if v in available]
             results = [v for v in made if last_use.get(v, -1) > i]
-            barriers = [self.has_barrier and v in recomputing for v in operands]
+            barriers = [self._has_barrier(v in recomputing) for v in operands]
             moved = linear_program(
                 program.closed([*again, *linear], [*operands, *moving], results),
                 [values[v] for v in operands],
