@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.ad_checkpoint import checkpoint_name as name
 
 import jaxnorm
@@ -132,8 +133,7 @@ def _train_step(remat: Callable[..., Any], model: Model, state: Any, tokens: Arr
     params, moments = state
     loss, gradients = jax.value_and_grad(remat(model.loss))(params, tokens)
     updates, moments = language_models.OPTIMIZER.update(gradients, moments, params)
-    params = language_models.optax.apply_updates(params, updates)
-    return (params, moments), loss
+    return (optax.apply_updates(params, updates), moments), loss
 
 
 def measure(model: str, layers: str, rows: list[str]) -> None:
@@ -151,7 +151,7 @@ def measure(model: str, layers: str, rows: list[str]) -> None:
         temp = steps[row].temp_bytes / 1e9
         print(f"compiled {row}: {seconds[row]:.1f} s, temp {temp:.2f} GB", flush=True)
     times: dict[str, list[float]] = {row: [] for row in steps}
-    losses = {}
+    losses: dict[str, float] = {}
     for _ in range(_ROUNDS):
         for row, run in steps.items():
             state, tokens = run.initial(), run.batch(0)
@@ -190,7 +190,13 @@ def main() -> None:
     variants.VARIANTS[_LINEAR] = dataclasses.replace(plain, loss=variants.loss_without_logits)
     language_models._POLICIES["names"] = {"policy": _policy}  # type: ignore[index]
     if options.tiny:
-        small = {"layers": 4, "width": 256, "heads": 4, "hidden": 512, "vocabulary": 1024}
+        small: dict[str, Any] = {
+            "layers": 4,
+            "width": 256,
+            "heads": 4,
+            "hidden": 512,
+            "vocabulary": 1024,
+        }
         for key, size in models.MODELS.items():
             kv_heads = 4 if size.kind == "gpt2" else 2
             tiny = dataclasses.replace(size, kv_heads=kv_heads, seq=256, batch=2, **small)

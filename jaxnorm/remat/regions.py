@@ -338,12 +338,12 @@ class Region:
         }
         last_use |= dict.fromkeys(derivative.along, len(derivative.groups))
         for i, linear in enumerate(derivative.groups):
-            made = {v for e in linear for v in e.outvars}
+            made = dict.fromkeys(v for e in linear for v in e.outvars)
             used = [*dict.fromkeys(v for e in linear for v in variables(e.invars) if v not in made)]
             moving = [v for v in used if v in along]
             residuals = [v for v in used if v not in along]
             again = needed(derivative.known, residuals, saved)
-            recomputing = {v for e in again for v in variables(e.invars)}
+            recomputing = dict.fromkeys(v for e in again for v in variables(e.invars))
             operands = [v for v in dict.fromkeys([*recomputing, *residuals]) if v in available]
             results = [v for v in made if last_use.get(v, -1) > i]
             barriers = [self._has_barrier(v in recomputing) for v in operands]
