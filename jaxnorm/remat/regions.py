@@ -147,7 +147,8 @@ class Region:
         self.parts: list[Region] = []
         self._special: dict[int, Callable[..., Any]] = {}
         free = {v for v, is_free in zip(self.program.inputs, self.is_free) if is_free}
-        for i, equation in enumerate(self.program.equations):
+        self._has_references = any(map(_refers, self.program.equations))
+        for i, equation in enumerate(() if self._has_references else self.program.equations):
             make = _SPECIAL.get(equation.primitive.name)
             if make is not None and _has_derivative(equation):
                 self._special[i] = make(self, equation, free)
@@ -157,7 +158,7 @@ class Region:
 
         `plan` returns the pricing for the derivative, or None for the derivative of plain JAX.
         """
-        if not any(map(is_inexact, arrays)):
+        if self._has_references or not any(map(is_inexact, arrays)):
             return jaxpr_as_fun(self._traced)(*arrays)
         run = jax.custom_jvp(lambda *arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
         run.defjvp(functools.partial(self._jvp, plan), symbolic_zeros=True)
@@ -362,6 +363,19 @@ def is_inexact(a: Any) -> bool:
     """Return True for an array of floating-point or complex numbers, or a type of such an array."""
     dtype = getattr(a, "dtype", None)
     return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _refers(equation: Any) -> bool:
+    """Return True if an equation reads or writes a mutable array (``jax.new_ref``).
+
+    The program of such a region cannot be split, so its derivative is that of plain JAX.
+    """
+    kinds = {name for effect in equation.effects for name in _class_names(effect)}
+    return not kinds.isdisjoint({"RefEffect", "InternalMutableArrayEffect"})
+
+
+def _class_names(effect: Any) -> set[str]:
+    return {kind.__name__ for kind in type(effect).__mro__}
 
 
 def _has_derivative(equation: Any) -> bool:
