@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import remat_models
 from jax.experimental import io_callback
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
@@ -16,6 +17,8 @@ from program_error import assert_same_results
 
 import jaxnorm
 from jaxnorm import auto_remat
+from jaxnorm.remat import cuts
+from jaxnorm.remat.cuts import Graph, Step
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -267,3 +270,98 @@ def test_a_budget_below_the_least_possible():
     jax.grad(auto_remat(scanned, budget=least))(W, X)
     with pytest.raises(ValueError, match=rf"^jaxnorm.auto_remat: budget.*{least} bytes"):
         jax.grad(auto_remat(scanned, budget=least - 1))(W, X)
+
+
+# ----------------------------------------------------------------------------------- models
+
+
+def model(layer, is_scan):
+    """Return the mean square of the last hidden states, as a function of parameters and x."""
+
+    def loss(params, x):
+        if is_scan:
+            x = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)[0]
+        else:
+            for i in range(LAYERS):
+                x = layer(x, jax.tree.map(lambda a: a[i], params))  # noqa: B023, called here
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def arguments_of_models():
+    shape = (remat_models.B, remat_models.S, remat_models.WIDTH)
+    x = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
+    return remat_models.parameters(LAYERS, jax.random.key(3)), x
+
+
+@pytest.mark.parametrize("name", remat_models.LAYERS)
+@pytest.mark.parametrize("is_scan", [True, False], ids=["scan", "unrolled"])
+def test_saved_arrays_of_models(name, is_scan):
+    """A layer saves what an expert would save, and no costly operation runs twice."""
+    layer, most = remat_models.LAYERS[name]
+    params, x = arguments_of_models()
+    loss = model(layer, is_scan)
+    saved = jaxnorm.memory_report(auto_remat(loss), params, x).total
+    # What is left once outside of the layers: the last hidden states in 16 or 32 bits.
+    assert saved <= (most * LAYERS + 2) * x.nbytes
+    plain, ours = (counts(jax.grad(f), params, x) for f in (loss, auto_remat(loss)))
+    for costly in ("dot_general", "scan", "top_k", "sort"):
+        assert ours[costly] == plain[costly]
+
+
+@pytest.mark.parametrize("name", sorted(remat_models.LAYERS.keys() - {"moe"}))
+@pytest.mark.parametrize("budget", [None, 0.3])
+def test_gradients_of_models(name, budget):
+    layer, _ = remat_models.LAYERS[name]
+    params, x = arguments_of_models()
+    params, x = jax.tree.map(lambda a: a[:1].astype(jnp.float32), (params, x[:, :4]))
+    loss = model(layer, True)
+    ours = jax.jit(jax.grad(auto_remat(loss, budget=budget)))
+    assert_same(lambda: ours(params, x), lambda: jax.grad(loss)(params, x))
+
+
+@pytest.mark.parametrize("budget", [None, 0.3])
+def test_gradients_of_experts(budget):
+    """Outside of `jax.jit`, each operation runs alone, so that recomputed values are the same."""
+    params, x = arguments_of_models()
+    params, x = jax.tree.map(lambda a: a[:1].astype(jnp.float32), (params, x[:, :4]))
+
+    def loss(params, x):
+        return jnp.sum(remat_models.moe(x, jax.tree.map(lambda a: a[0], params)) ** 2)
+
+    ours, plain = (jax.grad(f)(params, x) for f in (auto_remat(loss, budget=budget), loss))
+    jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+
+# ----------------------------------------------------------------------------------- cuts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_of_random_graphs(seed):
+    """The frontier of a small graph is the convex hull of all of its choices."""
+    rng = np.random.default_rng(seed)
+    count = 8
+    sizes = rng.integers(1, 50, count + 1).tolist()
+    steps = []
+    for v in range(1, count + 1):  # Value 0 can only be saved.
+        operands = rng.choice(v, min(v, int(rng.integers(1, 3))), replace=False)
+        steps.append(Step(float(rng.integers(1, 20)), tuple(map(int, operands)), (v,)))
+    residuals = rng.choice(count + 1, 4, replace=False).tolist()
+    graph = Graph(sizes, steps, residuals)
+    subsets = itertools.product([False, True], repeat=count + 1)
+    choices = [graph.choice([v for v in range(count + 1) if s[v]]) for s in subsets]
+    above, below = cuts.ends([(graph, 1)])
+    points = cuts.frontier([(graph, 1)], above, below)
+    assert points[0].seconds == 0
+    assert points[-1].bytes == min(c.bytes for c in choices)
+    for p, q in itertools.pairwise(points):
+        assert p.bytes > q.bytes
+        assert p.seconds < q.seconds
+        # No choice lies below the line through two neighbours.
+        price = (p.bytes - q.bytes) / (q.seconds - p.seconds)
+        least = min(c.bytes + price * c.seconds for c in choices)
+        assert p.bytes + price * p.seconds <= least * (1 + cuts.PRECISION)
+    for price in (0.1, 1.0, 10.0):
+        found, best = graph.cut(price), min(c.bytes + price * c.seconds for c in choices)
+        assert found.bytes + price * found.seconds <= best * (1 + cuts.PRECISION)

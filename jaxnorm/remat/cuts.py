@@ -25,9 +25,9 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 # Capacities are 32-bit integers in scipy. All finite capacities together are at most `_TOTAL`.
 _INFINITE, _TOTAL = 2**30, 2**29
-# A point is a vertex of the hull if it is below the line between its neighbours by more than the
-# rounding of capacities, relative to the bytes.
-_PRECISION = 1e-6
+#: A point is a vertex of the hull if it is below the line between its neighbours by more than the
+#: rounding of capacities, relative to the bytes.
+PRECISION = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def between(graphs: Weighted, above: Point, below: Point) -> Point | None:
     slope = (above.bytes - below.bytes) / (below.seconds - above.seconds)
     found = _point(graphs, slope, [g.cut(slope) for g, _ in graphs])
     gain = above.bytes + slope * (above.seconds - found.seconds) - found.bytes
-    is_vertex = gain > _PRECISION * above.bytes
+    is_vertex = gain > PRECISION * above.bytes
     return found if is_vertex and below.bytes <= found.bytes < above.bytes else None
 
 
