@@ -108,6 +108,8 @@ class Graph:
         """
         if not self.residuals:
             return Cut((), 0, 0.0, ())
+        if price == math.inf:
+            return self.choice(self.residuals)
         values, steps = len(self.sizes), len(self.steps)
         never = [
             step.seconds == math.inf or (step.is_anchor if allow_costly else step.is_costly)

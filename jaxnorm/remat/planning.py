@@ -10,7 +10,7 @@ import jax
 
 from jaxnorm.remat import costs, cuts
 from jaxnorm.remat.cuts import Point
-from jaxnorm.remat.programs import needed, reached_from, variables
+from jaxnorm.remat.programs import variables
 from jaxnorm.remat.regions import Linearized, Mask, Pricing, Region
 
 type Budget = int | float | None
@@ -104,7 +104,7 @@ def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequenc
       mask: a bool for each input: True if it is differentiated.
       primals, tangents: arrays, or types of arrays.
     """
-    default = default_bytes(region, mask, primals, tangents)
+    default = default_bytes(region, mask, primals)
     region.linearized(unlimited(), mask, primals, tangents)
     regions = tuple((r, r.latest) for r in region.budgeted() if r.latest is not None)
     # The graph of a region has the arrays that the regions inside it save without a budget.
@@ -115,16 +115,8 @@ def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequenc
     return Survey(default, seconds, regions, fixed, above, below)
 
 
-def default_bytes(
-    region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
-) -> int:
+def default_bytes(region: Region, mask: Mask, primals: Sequence[Any]) -> int:
     """Return the number of bytes that JAX saves for the backward pass without `auto_remat`."""
-    traced = jax.make_jaxpr(region.plain_derivative(mask))(list(primals), list(tangents))
-    jaxpr = traced.jaxpr
-    given = jaxpr.invars[: len(primals)]
-    linear = reached_from(jaxpr.eqns, jaxpr.invars[len(primals) :])
-    along = [v for v in variables(jaxpr.outvars) if v in linear]
-    moved = [e for e in jaxpr.eqns if any(v in linear for v in variables(e.invars))]
-    used = {v for e in needed(moved, along) for v in variables(e.invars)}
-    rest = used - linear - {*given, *jaxpr.constvars}
-    return sum(costs.size(v.aval) for v in rest)
+    traced = jax.make_jaxpr(lambda primals: region.residuals(mask, primals))(list(primals)).jaxpr
+    saved = {*variables(traced.outvars)} - {*traced.invars, *traced.constvars}
+    return sum(costs.size(v.aval) for v in saved)

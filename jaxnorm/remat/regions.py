@@ -17,12 +17,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
+from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Var, jaxpr_as_fun
+from jax.extend.core import Literal, Var, jaxpr_as_fun
 
 from jaxnorm.primitives.recomputation import linear_program
 from jaxnorm.primitives.rules import jvp
@@ -31,7 +32,7 @@ from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
 
 Mask = tuple[bool, ...]
-type Barriers = Literal["saved", "recomputed", "none"]
+type Barriers = OneOf["saved", "recomputed", "none"]
 
 #: Where optimization barriers separate the backward pass from the forward pass, outside of loops.
 #: Without a barrier, XLA merges equal values of the two passes, and so keeps arrays in memory that
@@ -131,17 +132,25 @@ class Region:
         nothing.
       in_loop: True if the region is inside a scan.
       runs: number of times that the region runs.
+      varies: for the body of a scan, a bool for each input: False if it is the same in all
+        iterations.
       parts: the regions inside this one.
       latest: the derivative that has been traced last.
     """
 
     def __init__(
-        self, traced: Any, is_free: Sequence[bool], in_loop: bool = False, runs: int = 1
+        self,
+        traced: Any,
+        is_free: Sequence[bool],
+        in_loop: bool = False,
+        runs: int = 1,
+        varies: Sequence[bool] | None = None,
     ) -> None:
         self._traced = traced
         self.program = flattened(traced)
         self.is_free = (*is_free, *[True] * len(self.program.constants))
         self.in_loop, self.runs = in_loop, runs
+        self._varies = list(varies if varies is not None else [True] * self._count)
         self.latest: Linearized | None = None
         self._linearized: dict[Any, Linearized] = {}
         self.parts: list[Region] = []
@@ -178,9 +187,16 @@ class Region:
         for part in () if self.in_loop else self.parts:
             yield from part.budgeted()
 
-    def part(self, traced: Any, is_free: Sequence[bool], in_loop: bool, runs: int) -> "Region":
-        """Add a region inside this one, and return it."""
-        region = Region(traced, is_free, self.in_loop or in_loop, self.runs * runs)
+    def part(
+        self,
+        traced: Any,
+        is_free: Sequence[bool],
+        varies: Sequence[bool] | None = None,
+        length: int | None = None,
+    ) -> "Region":
+        """Add a region inside this one, and return it. A scan has a length."""
+        in_loop, runs = self.in_loop or length is not None, self.runs * (length or 1)
+        region = Region(traced, is_free, in_loop, runs, varies)
         self.parts.append(region)
         return region
 
@@ -211,39 +227,43 @@ class Region:
             inside = (pricing.inside or pricing) if self.in_loop else pricing
             special = {i: functools.partial(f, lambda *_: inside) for i, f in self._special.items()}
             program = functools.partial(evaluate, self.program, special=special)
-            both = self._derivative(mask, program)
+
+            def both(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+                along, moving = self._along(program, mask, primals)
+                some, linear, rest = jax.linearize(along, *moving, has_aux=True)
+                found = iter(some)
+                return [next(found) if y is None else y for y in rest], linear(*tangents)
+
             traced = jax.make_jaxpr(both)(list(primals), list(tangents))
             self._linearized[key] = self._split(flattened(traced), len(primals))
         self.latest = self._linearized[key]
         return self.latest
 
-    def plain_derivative(self, mask: Mask) -> Callable[..., Any]:
-        """Return a function that computes results and tangents as `jax.linearize` does."""
-        return self._derivative(
-            mask, lambda arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count])
-        )
+    def residuals(self, mask: Mask, primals: Sequence[Any]) -> list[Any]:
+        """Return the residuals of the derivative of plain JAX along the inputs in `mask`."""
+        run = jaxpr_as_fun(self._traced)
+        along, moving = self._along(lambda arrays: run(*arrays[: self._count]), mask, primals)
+        return jax.tree.leaves(jax.vjp(along, *moving, has_aux=True)[1])
 
-    def _derivative(self, mask: Mask, program: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of primals and tangents.
+    def _along(
+        self, program: Callable[..., Any], mask: Mask, primals: Sequence[Any]
+    ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], list[Any]]:
+        """Return a function of the inputs in `mask` only, and the values of these inputs.
 
-        It returns the results of a program, and the tangents of those that are not integers.
+        The function returns the results whose dtype is inexact, and then all results with None in
+        place of these.
         """
         places = [i for i, is_along in enumerate(mask) if is_along]
 
-        def both(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            def along(*moving: Any) -> tuple[list[Any], list[Any]]:
-                arrays = list(primals)
-                for i, a in zip(places, moving):
-                    arrays[i] = a
-                outputs = program(arrays)
-                rest = [None if i in self._inexact else y for i, y in enumerate(outputs)]
-                return [outputs[i] for i in self._inexact], rest
+        def along(*moving: Any) -> tuple[list[Any], list[Any]]:
+            arrays = list(primals)
+            for i, a in zip(places, moving):
+                arrays[i] = a
+            outputs = program(arrays)
+            rest = [None if i in self._inexact else y for i, y in enumerate(outputs)]
+            return [outputs[i] for i in self._inexact], rest
 
-            some, linear, rest = jax.linearize(along, *[primals[i] for i in places], has_aux=True)
-            found = iter(some)
-            return [next(found) if y is None else y for y in rest], linear(*tangents)
-
-        return both
+        return along, [primals[i] for i in places]
 
     @property
     def _inexact(self) -> list[int]:
@@ -255,7 +275,8 @@ class Region:
         results = len(self.program.outputs)
         outputs, along = program.outputs[:results], program.outputs[results:]
         linear = reached_from(program.equations, tangents)
-        moves = {i: v for i, v in zip(self._inexact, along) if v in linear}
+        moves = {i: v for i, v in zip(self._inexact, along) if linear.issuperset(variables([v]))}
+        moves = {i: v for i, v in moves.items() if not isinstance(v, Literal)}
         along = tuple(moves.values())
         is_linear = [any(v in linear for v in variables(e.invars)) for e in program.equations]
         of_linear = [e for e, tangent in zip(program.equations, is_linear) if tangent]
@@ -293,8 +314,18 @@ class Region:
         residuals: list[Var],
         anchors: set[Var],
     ) -> tuple[Graph, list[Var]]:
-        """Return the graph of the equations that the residuals depend on, and its values."""
-        equations = needed(known, residuals)
+        """Return the graph of the equations that the residuals depend on, and its values.
+
+        Values that are the same in all iterations of a loop, such as rotary tables and masks, are
+        computed again in each iteration, unless that is costly.
+        """
+        constant = {v for v, varies in zip(inputs, self._varies) if not varies}
+        equations = []
+        for e in needed(known, residuals):
+            if constant.issuperset(variables(e.invars)) and not costs.is_costly(e):
+                constant.update(e.outvars)
+            else:
+                equations.append(e)
         made = [v for e in equations for v in e.outvars]
         values = [*(v for v in inputs if v not in free), *made]
         index = {v: i for i, v in enumerate(values)}
@@ -314,10 +345,8 @@ class Region:
             if e.primitive.name == "shard_map":
                 body = e.params["jaxpr"]
                 sizes |= {v: costs.size(w.aval) for v, w in zip(e.outvars, body.outvars)}
-        graph = Graph(
-            [sizes[v] for v in values], steps, [index[v] for v in residuals if v in index]
-        )
-        return graph, values
+        needs = [index[v] for v in residuals if v in index]
+        return Graph([sizes[v] for v in values], steps, needs), values
 
     def apply(
         self, derivative: Linearized, cut: Cut, primals: Sequence[Any], tangents: Sequence[Any]
@@ -396,7 +425,8 @@ def _scan(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[An
     constants = _unstacked(equation.invars, inner.invars) - carries
     slices = len(inner.invars) - constants - carries
     is_free = [True] * constants + [False] * carries + [True] * slices
-    region = outer.part(body, is_free, in_loop=True, runs=params["length"])
+    varies = [False] * constants + [True] * (carries + slices)
+    region = outer.part(body, is_free, varies, params["length"])
 
     def run(plan: Plan, *operands: Any) -> list[Any]:
         fixed, rest = operands[:constants], operands[constants:]
@@ -426,9 +456,7 @@ def _unstacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 def _cond(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[Any]]:
     """Return a function of a cond's operands that runs it with its branches as regions."""
     is_free = [v in free for v in equation.invars[1:]]
-    regions = [
-        outer.part(branch, is_free, in_loop=False, runs=1) for branch in equation.params["branches"]
-    ]
+    regions = [outer.part(branch, is_free) for branch in equation.params["branches"]]
 
     def run(plan: Plan, index: Any, *operands: Any) -> list[Any]:
         branches = [functools.partial(region, plan) for region in regions]
@@ -441,7 +469,7 @@ def _shard_map(outer: Region, equation: Any, free: set[Var]) -> Callable[..., li
     """Return a function that runs a call of `jax.shard_map` with its body as a region."""
     params = equation.params
     body = params["jaxpr"]
-    region = outer.part(body, [v in free for v in equation.invars], in_loop=False, runs=1)
+    region = outer.part(body, [v in free for v in equation.invars])
 
     def run(plan: Plan, *operands: Any) -> list[Any]:
         mapped = jax.shard_map(
