@@ -242,10 +242,13 @@ def test_closed_over_tracers():
 def test_each_point_of_the_frontier_is_reached(f):
     plan = jaxnorm.remat_plan(f, W, X)
     assert plan.frontier[0] == (plan.default, 0.0)
+    assert plan.default == jaxnorm.memory_report(f, W, X).total
+    reached = jaxnorm.remat_plan(f, W, X, budget=plan.default)
+    assert (reached.total <= plan.default, reached.recompute) == (True, 0.0)
     sizes, shares = zip(*plan.frontier)
     assert all(a > b for a, b in itertools.pairwise(sizes))
     assert all(a < b for a, b in itertools.pairwise(shares))
-    for point in plan.frontier:
+    for point in plan.frontier[1:]:
         reached = jaxnorm.remat_plan(f, W, X, budget=point.bytes)
         assert reached.total == point.bytes
         assert reached.recompute == point.recompute

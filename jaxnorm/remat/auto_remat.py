@@ -91,11 +91,11 @@ class Planner:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._found: dict[Mask, Pricing | None] = {}
+        self._found: dict[Mask, Pricing] = {}
 
     def __call__(
         self, region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
-    ) -> Pricing | None:
+    ) -> Pricing:
         if self._budget is None:
             return planning.unlimited()
         if mask not in self._found:

@@ -56,8 +56,8 @@ class Survey:
             return None
         return cuts.within(self.graphs, budget - self.fixed, self.above, self.below)
 
-    def chosen(self, function: str, budget: Budget) -> Pricing | None:
-        """Return the pricing for a budget; None if plain JAX is within it.
+    def chosen(self, function: str, budget: Budget) -> Pricing:
+        """Return the pricing for a budget.
 
         Raises:
           ValueError: the budget is smaller than the least possible number of bytes.
@@ -65,8 +65,6 @@ class Survey:
         if budget is None:
             return unlimited()
         limit = budget * self.default if isinstance(budget, float) else budget
-        if limit >= self.default:
-            return None
         if (point := self.within(limit)) is None:
             share = math.ceil(1e4 * self.least / self.default) / 1e4
             raise ValueError(
@@ -76,10 +74,8 @@ class Survey:
             )
         return self.pricing(point)
 
-    def recomputed(self, pricing: Pricing | None) -> float:
+    def recomputed(self, pricing: Pricing) -> float:
         """Return the predicted seconds of recomputation."""
-        if pricing is None:
-            return 0.0
         return math.fsum(runs * pricing.cut(graph).seconds for graph, runs in self.graphs)
 
     def frontier(self) -> list[tuple[int, float]]:

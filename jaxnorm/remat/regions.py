@@ -120,7 +120,7 @@ class Linearized:
         return any(costs.contains(e, "while") for e in self.linear)
 
 
-type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing | None]
+type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing]
 
 
 class Region:
@@ -165,7 +165,7 @@ class Region:
     def __call__(self, plan: Plan, *arrays: Any) -> list[Any]:
         """Return the outputs of the region.
 
-        `plan` returns the pricing for the derivative, or None for the derivative of plain JAX.
+        `plan` returns the pricing for the derivative.
         """
         if self._has_references or not any(map(is_inexact, arrays)):
             return jaxpr_as_fun(self._traced)(*arrays)
@@ -204,8 +204,8 @@ class Region:
         mask = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         given = [t for t, is_given in zip(tangents, mask) if is_given]
         pricing = plan(self, mask, primals, given)
-        linearized = None if pricing is None else self.linearized(pricing, mask, primals, given)
-        if pricing is None or linearized is None or linearized.has_while:
+        linearized = self.linearized(pricing, mask, primals, given)
+        if linearized.has_while:
             outputs, moved = jvp(jaxpr_as_fun(self._traced), primals[: self._count], tangents)
             along = [t for i, t in enumerate(moved) if i in self._inexact]
             moving: Sequence[int] = self._inexact
