@@ -117,6 +117,14 @@ def test_no_matmul_runs_twice():
         assert compiled.count(" dot(") == plain.count(" dot(")
 
 
+def test_barriers_are_outside_of_loops():
+    """A barrier in a loop would only prevent fusion. Unrolled code needs one for each segment."""
+    for f, expected in ((scanned, False), (unrolled, True)):
+        ours = functools.partial(f, layer=auto_remat(layer))
+        lowered = jax.jit(jax.grad(ours)).lower(W, X).as_text()
+        assert ("optimization_barrier" in lowered) == expected
+
+
 def test_effects_happen_as_often():
     calls = []
 

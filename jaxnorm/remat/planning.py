@@ -89,7 +89,7 @@ class Survey:
         leaves = [not region.parts for region, _ in self.regions]
         graphs = [graph for (graph, _), is_leaf in zip(self.graphs, leaves) if is_leaf]
         chosen = [cut for cut, is_leaf in zip(point.cuts, leaves) if is_leaf]
-        return Pricing(point.price, True, dict(zip(graphs, chosen)))
+        return Pricing(point.price, True, dict(zip(graphs, chosen)), unlimited())
 
 
 def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]) -> Survey:
