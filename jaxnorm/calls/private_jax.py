@@ -6,7 +6,9 @@ even then.
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import jax
@@ -52,6 +54,21 @@ def accumulators() -> Any:
         if all(hasattr(ad, name) for name in ("fancy_transposes", "GradAccum", "ValAccum")):
             return ad
     return None
+
+
+def is_in_a_loop() -> bool:
+    """Return True if JAX traces the body of a loop, such as `jax.lax.scan`, at the moment.
+
+    The function searches the call stack for JAX's module of loops. If JAX moves this module, the
+    result is False. `auto_remat` of a layer then uses an optimization barrier in the loop over
+    layers, which costs time, but changes no result.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "jax._src.lax.control_flow.loops":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | None:

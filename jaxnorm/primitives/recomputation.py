@@ -93,13 +93,7 @@ def _of_program(
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
     primitive.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
-
-    def lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if params.get("barriers_in_loops") is False and _is_in_a_loop(ctx):
-            params |= {"barriers": (False,) * len(params["barriers"]), "awaits": False}
-        return mlir.lower_fun(lower)(ctx, *operands, **params)
-
-    mlir.register_lowering(primitive, lowering)
+    mlir.register_lowering(primitive, mlir.lower_fun(lower))
     # JAX calls this rule before it lowers a program that contains high-level primitives, such as
     # those of ``jax_remat3``.
     primitive.to_lojax = lower  # type: ignore[method-assign]
@@ -107,14 +101,6 @@ def _of_program(
     ad.primitive_transposes[primitive] = with_wide_types(transpose)
     batching.fancy_primitive_batchers[primitive] = with_wide_types(batch)
     return primitive
-
-
-def _is_in_a_loop(ctx: Any) -> bool:
-    """Return True if JAX lowers a primitive in the body of a loop, given its lowering context.
-
-    JAX calls these bodies "while/body" in the names of operations.
-    """
-    return "while/body" in str(ctx.name_stack)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any) -> Any:
@@ -289,7 +275,6 @@ def linear_program(
     *,
     barriers: Sequence[bool],
     awaits: bool = False,
-    barriers_in_loops: bool = True,
 ) -> list[jax.Array]:
     """Return the results of a program that is linear in its last arguments.
 
@@ -303,8 +288,6 @@ def linear_program(
         residual from the transpose. XLA then cannot use a value of the forward pass in place of one
         that the transpose computes from the residual.
       awaits: if True, the barrier includes the cotangents.
-      barriers_in_loops: False to leave out the barriers in the body of a loop. There, XLA cannot
-        use values of the forward pass, because the backward pass is another loop.
     """
     results: list[jax.Array] = _linear_p.bind(
         *residuals,
@@ -312,7 +295,6 @@ def linear_program(
         jaxpr=jaxpr,
         barriers=tuple(barriers),
         awaits=awaits,
-        barriers_in_loops=barriers_in_loops,
         transposed=False,
     )
     return results
@@ -329,7 +311,6 @@ def _run_linear(
     jaxpr: ClosedJaxpr,
     barriers: tuple[bool, ...],
     awaits: bool,
-    barriers_in_loops: bool,
     transposed: bool,
 ) -> list[jax.Array]:
     if transposed:
@@ -347,7 +328,6 @@ def _transpose_linear(
     jaxpr: ClosedJaxpr,
     barriers: tuple[bool, ...],
     awaits: bool,
-    barriers_in_loops: bool,
     transposed: bool,
 ) -> list[jax.Array | None]:
     is_linear = [ad.is_undefined_primal(a) for a in operands]
@@ -378,7 +358,6 @@ def _transpose_linear(
         jaxpr=without_constants(traced),
         barriers=(False,) * len(traced.consts) + known_barriers,
         awaits=awaits,
-        barriers_in_loops=barriers_in_loops,
         transposed=not transposed,
     )
     return _merge(is_linear, results, [None] * len(known))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxnorm.calls import private_jax
 from jaxnorm.primitives.recomputation import without_constants
 from jaxnorm.remat import planning
 from jaxnorm.remat.fingerprints import fingerprint
@@ -75,11 +76,12 @@ def auto_remat[**P, T](
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         call = Call(fun, args, kwargs, static)
-        key = fingerprint(call.traced)
+        in_loop = private_jax.is_in_a_loop()
+        key = fingerprint(call.traced), in_loop
         if key not in cache:
             if len(cache) >= _CACHED:
                 cache.pop(next(iter(cache)))
-            cache[key] = call.region(), Planner(budget)
+            cache[key] = call.region(in_loop), Planner(budget)
         region, planner = cache[key]
         return call.results(region(planner, *call.arrays))
 
@@ -143,8 +145,9 @@ class Call:
         owners = [path[1].key if path[0].idx == 0 else None for path in paths]
         self.owners = [*[None] * len(traced.consts), *owners]
 
-    def region(self) -> Region:
-        return Region(self.traced, [True] * len(self.arrays))
+    def region(self, in_loop: bool = False) -> Region:
+        """Return the region of the whole program, which may be a part of the body of a loop."""
+        return Region(self.traced, [True] * len(self.arrays), in_loop)
 
     def results(self, arrays: Sequence[Any]) -> Any:
         """Return the result of the call, given its arrays."""

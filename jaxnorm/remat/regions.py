@@ -383,7 +383,6 @@ class Region:
                 [along[v] for v in moving],
                 barriers=barriers,
                 awaits=any(barriers),
-                barriers_in_loops=False,
             )
             along.update(zip(results, moved))
         return arrays[: len(derivative.outputs)], [along[v] for v in derivative.along]
