@@ -3,6 +3,7 @@
 They save outputs instead of inputs for the backward pass.
 """
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -21,9 +22,10 @@ import equinox as eqx
 from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm import layer_norm, rms_norm
+from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-__all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "convert"]
+__all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "auto_remat", "convert"]
 
 _NO_STATE: Any = object()
 
@@ -445,3 +447,44 @@ def _is_left_to_equinox(norm: Any, x: Any) -> bool:
             "cast x, or add the offset to the parameter"
         )
     return True
+
+
+def auto_remat[**P, T](fun: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:
+    """Return a function with a derivative that saves as few arrays as possible.
+
+    This is :func:`jaxnorm.auto_remat` for functions that are modules, as
+    ``eqx.filter_checkpoint`` is ``jax.checkpoint`` for them: the arrays of ``fun`` itself are
+    differentiated, too.
+
+    Args:
+      fun: a function, such as an equinox module, of trees whose leaves may be arrays or not.
+      budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
+
+    Returns:
+      A function with the signature and the results of ``fun``.
+
+    Raises:
+      TypeError, ValueError: ``budget`` is not valid, as for :func:`jaxnorm.auto_remat`.
+
+    Example:
+      >>> import equinox as eqx
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.equinox
+      >>> def loss(model, x):
+      ...     return jnp.sum(jaxnorm.equinox.auto_remat(model)(x) ** 2)
+      >>> model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
+      >>> eqx.filter_grad(loss)(model, jnp.ones(4)).layers[0].weight.shape
+      (8, 4)
+    """
+
+    def call(fun: Callable[..., T], args: Any, kwargs: Any) -> T:
+        return fun(*args, **kwargs)
+
+    remat = _auto_remat(call, budget=budget)
+
+    @functools.wraps(fun)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return remat(fun, args, kwargs)
+
+    return run

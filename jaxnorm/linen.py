@@ -5,7 +5,7 @@ They save outputs instead of inputs for the backward pass.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,12 @@ from jaxnorm.models import conversion, flax_modules
 
 # isort: split
 from flax import linen as nn
+from flax.core import lift
 from flax.linen import dtypes
 
 from jaxnorm.models.linen_calls import Seen, Stored, called, normalised, why_flax
 from jaxnorm.operations.checks import DTypeLike
+from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "RMSNormDense",
+    "auto_remat",
     "converted",
     "dot_product_attention",
 ]
@@ -480,3 +483,63 @@ def dot_product_attention(
         sow=module and functools.partial(module.sow, "intermediates", "attention_weights"),
         dropout=flax_modules.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
     )
+
+
+def auto_remat(
+    target: Any,
+    *,
+    budget: int | float | None = None,
+    static_argnums: int | Sequence[int] = (),
+    methods: Sequence[str] | None = None,
+) -> Any:
+    """Return a module class, or a function of a module, that saves as few arrays as possible.
+
+    This is :func:`jaxnorm.auto_remat` for linen, as ``nn.remat`` is ``jax.checkpoint`` for it. All
+    variables and random numbers of the module are lifted.
+
+    Args:
+      target: a module class, or a function whose first argument is a module.
+      budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
+      static_argnums: indices of arguments that are passed unchanged; the module has index 0.
+      methods: names of the methods to which it applies; by default, ``__call__``.
+
+    Returns:
+      A module class, or a function, with the same parameters and results.
+
+    Raises:
+      TypeError, ValueError: ``budget`` is not valid, as for :func:`jaxnorm.auto_remat`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> import jaxnorm.linen
+      >>> layer = jaxnorm.linen.auto_remat(nn.Dense)(8)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 4)))[0].shape
+      (2, 8)
+    """
+    static = [static_argnums] if isinstance(static_argnums, int) else static_argnums
+    # linen does not pass the module to the lifted function.
+    return nn.transforms.lift_transform(
+        _lifted, target, budget=budget, static_argnums=[i - 1 for i in static], methods=methods
+    )
+
+
+def _lifted(
+    function: Callable[..., Any], *, budget: int | float | None, static_argnums: Sequence[int]
+) -> Callable[..., Any]:
+    """Return `auto_remat` of a function of a scope, as `flax.core.lift.checkpoint` does."""
+
+    def inner(
+        scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        @functools.wraps(function)
+        def run(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            scope = scope_of(variables, rngs)
+            return function(scope, *args, **kwargs), repack(scope)
+
+        static = [i + 2 for i in static_argnums]
+        remat = _auto_remat(run, budget=budget, static_argnums=static)
+        return remat(variables, rngs, *args, **kwargs)
+
+    return lift.pack(inner, (True,), (True,), (True,), name="auto_remat", enable_kwargs=True)

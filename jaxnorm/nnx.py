@@ -24,9 +24,18 @@ from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
 
-__all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]
+__all__ = [
+    "GroupNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "RMSNormDense",
+    "auto_remat",
+    "convert",
+    "dot_product_attention",
+]
 
 dot_product_attention.__module__ = __name__  # Users import it from this module.
 
@@ -486,3 +495,58 @@ def _shaped(
             f"{name}({math.prod(shape)}, ...)"
         )
     return parameter.reshape(shape)
+
+
+def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:
+    """Return a function of modules with a derivative that saves as few arrays as possible.
+
+    This is :func:`jaxnorm.auto_remat` for functions whose arguments contain nnx modules, as
+    ``nnx.remat`` is ``jax.checkpoint`` for them. Updates of their variables, such as statistics of
+    batches and the state of random numbers, are propagated.
+
+    Args:
+      f: a function of modules, arrays and other leaves.
+      budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
+
+    Returns:
+      A function with the signature and the results of ``f``. Results may not contain modules.
+
+    Raises:
+      TypeError, ValueError: ``budget`` is not valid, as for :func:`jaxnorm.auto_remat`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxnorm.nnx
+      >>> def loss(model, x):
+      ...     return jnp.sum(jax.nn.silu(model(x)) ** 2)
+      >>> model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+      >>> nnx.grad(jaxnorm.nnx.auto_remat(loss))(model, jnp.ones((2, 4))).kernel.shape
+      (4, 8)
+    """
+
+    def of_state(graph: Any, state: Any, leaves: list[Any], tree: Any) -> tuple[T, Any]:
+        modules = nnx.merge(graph, state)
+        found = iter(modules)
+        every = [next(found) if leaf is None else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, every)
+        return f(*args, **kwargs), nnx.state(modules)
+
+    remat = _auto_remat(of_state, budget=budget, static_argnums=3)
+
+    @functools.wraps(f)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+        modules = [leaf for leaf in leaves if _is_module(leaf)]
+        graph, state = nnx.split(modules)
+        rest = [None if _is_module(leaf) else leaf for leaf in leaves]
+        results, state = remat(graph, state, rest, tree)
+        nnx.update(modules, state)
+        return results
+
+    return run
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nnx.Module)

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import importlib
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import remat_models
+from flax import linen, nnx
 from jax.experimental import io_callback
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
@@ -16,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from program_error import assert_same_results
 
 import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
 from jaxnorm import auto_remat
 from jaxnorm.remat import cuts
 from jaxnorm.remat.cuts import Graph, Step
@@ -376,3 +380,67 @@ def test_cuts_of_random_graphs(seed):
     for price in (0.1, 1.0, 10.0):
         found, best = graph.cut(price), min(c.bytes + price * c.seconds for c in choices)
         assert found.bytes + price * found.seconds <= best * (1 + cuts.PRECISION)
+
+
+# ----------------------------------------------------------------------------------- frameworks
+
+
+def test_nnx():
+    """Gradients, statistics and random numbers are those without `auto_remat`."""
+
+    class Block(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.linear = nnx.Linear(COLS, COLS, rngs=rngs)
+            self.norm = nnx.BatchNorm(COLS, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x, scale=1.0):
+            return x + scale * self.dropout(jax.nn.silu(self.norm(self.linear(x))))
+
+    start = nnx.split(Block())
+
+    def run(remat):
+        block = nnx.merge(*start)
+        loss = remat(lambda block, x, scale, name: jnp.sum(block(x, scale) ** 2))
+        gradients = nnx.grad(loss)(block, X, scale=2.0, name="text")
+        return jax.tree.leaves((gradients, nnx.state(block, nnx.Not(nnx.RngState))))
+
+    assert_same(lambda: run(jaxnorm.nnx.auto_remat), lambda: run(lambda f: f))
+
+
+def test_linen():
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x, train):
+            y = linen.BatchNorm(use_running_average=not train)(linen.Dense(COLS)(x))
+            y = linen.Dropout(0.5, deterministic=not train)(linen.Dense(COLS)(jax.nn.silu(y)))
+            return x + y
+
+    remat = jaxnorm.linen.auto_remat(Block, static_argnums=2)
+    variables = remat().init(jax.random.key(0), X, False)
+
+    def run(block):
+        def loss(params):
+            rngs = {"dropout": jax.random.key(1)}
+            given = {**variables, "params": params}
+            y, state = block().apply(given, X, True, mutable=["batch_stats"], rngs=rngs)
+            return jnp.sum(y**2), state
+
+        return jax.tree.leaves(jax.grad(loss, has_aux=True)(variables["params"]))
+
+    assert_same(lambda: run(remat), lambda: run(Block))
+    plain = Block().init(jax.random.key(0), X, False)
+    assert jax.tree.map(jnp.shape, plain) == jax.tree.map(jnp.shape, variables)
+
+
+def test_equinox():
+    eqx = pytest.importorskip("equinox")
+    auto = importlib.import_module("jaxnorm.equinox").auto_remat
+    mlp = eqx.nn.MLP(COLS, COLS, COLS, 2, key=jax.random.key(0))
+
+    def run(remat):
+        loss = eqx.filter_grad(lambda mlp: jnp.sum(jax.vmap(remat(mlp))(X) ** 2))
+        return jax.tree.leaves(loss(mlp))
+
+    assert_same(lambda: run(auto), lambda: run(lambda f: f))

@@ -32,7 +32,7 @@ def test_all_names_are_listed():
     assert set(jaxnorm.__all__) == FUNCTIONS | TYPES | VALUES
     for module, conversion in ((jaxnorm.linen, "converted"), (jaxnorm.nnx, "convert")):
         norms = {"GroupNorm", "LayerNorm", "RMSNorm", "RMSNormDense"}
-        names = norms | {"dot_product_attention", conversion}
+        names = norms | {"auto_remat", "dot_product_attention", conversion}
         assert set(module.__all__) == names
         for name in module.__all__:
             assert getattr(module, name).__module__ == module.__name__
