@@ -398,15 +398,15 @@ def test_nnx():
         def __call__(self, x, scale=1.0):
             return x + scale * self.dropout(jax.nn.silu(self.norm(self.linear(x))))
 
-    start = nnx.split(Block())
-
     def run(remat):
-        block = nnx.merge(*start)
+        block = Block()
         loss = remat(lambda block, x, scale, name: jnp.sum(block(x, scale) ** 2))
         gradients = nnx.grad(loss)(block, X, scale=2.0, name="text")
         return jax.tree.leaves((gradients, nnx.state(block, nnx.Not(nnx.RngState))))
 
-    assert_same(lambda: run(jaxnorm.nnx.auto_remat), lambda: run(lambda f: f))
+    # Outside of `jax.jit`, each operation runs alone, so that recomputed values are the same.
+    for a, b in zip(run(jaxnorm.nnx.auto_remat), run(lambda f: f), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_linen():
