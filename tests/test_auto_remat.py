@@ -444,3 +444,62 @@ def test_equinox():
         return jax.tree.leaves(loss(mlp))
 
     assert_same(lambda: run(auto), lambda: run(lambda f: f))
+
+
+# ----------------------------------------------------------------------------------- more plans
+
+
+def test_calls_outside_of_jit_plan_once(monkeypatch):
+    planned = []
+    minimum = Graph.minimum
+    monkeypatch.setattr(Graph, "minimum", lambda *a: (planned.append(1), minimum(*a))[1])
+    f = auto_remat(lambda x: jnp.sum(jax.nn.relu(jax.nn.gelu(jnp.sin(3 * x)))), budget=0.7)
+    jax.grad(f)(X)
+    count = len(planned)
+    assert count
+    jax.grad(f)(X)
+    assert len(planned) == count
+
+
+def test_bytes_are_those_of_one_device():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+    def f(w, x, layer=layer):
+        loop = lambda w, x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]  # noqa: E731
+        mapped = jax.shard_map(loop, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+        return jnp.sum(mapped(w, x) ** 2)
+
+    plan = jaxnorm.remat_plan(f, W, X)
+    assert plan.default == jaxnorm.memory_report(f, W, X).total
+    for point in plan.frontier[1:]:
+        remat = auto_remat(f, budget=point.bytes)
+        assert jaxnorm.memory_report(remat, W, X).total == point.bytes
+
+
+def test_a_loop_inside_of_a_layer():
+    """A budget may run the inner loop again. Its result and bytes stay within the budget."""
+
+    def recurrent(x, w):
+        def step(h, gate):
+            h = jnp.tanh(h @ w) * gate
+            return h, h
+
+        return x + jax.lax.scan(step, x[0], jax.nn.sigmoid(x @ w))[1]
+
+    f = functools.partial(scanned, layer=recurrent)
+    assert_same_gradients(f, W, X)
+    plan = jaxnorm.remat_plan(f, W, X)
+    assert plan.frontier[-1].bytes < plan.total < plan.default
+    for point in plan.frontier:
+        remat = functools.partial(auto_remat, budget=point.bytes)
+        assert jaxnorm.memory_report(remat(f), W, X).total <= point.bytes
+    assert_same_gradients(f, W, X, remat=remat)
+
+
+def test_a_printed_plan():
+    plan = jaxnorm.remat_plan(scanned, W, X)
+    lines = str(plan).splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    assert any("checkpoint_name" in line for line in lines)
+    assert str(plan).splitlines()[0] in plan._repr_html_()

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,10 @@ import numpy as np
 from jaxnorm.calls import private_jax
 from jaxnorm.primitives.recomputation import without_constants
 from jaxnorm.remat import planning
-from jaxnorm.remat.fingerprints import fingerprint
 from jaxnorm.remat.planning import Budget
 from jaxnorm.remat.regions import Mask, Pricing, Region
 
 _NAME = "jaxnorm.auto_remat"
-# Number of traced programs of a function whose plans are cached.
-_CACHED = 32
 
 
 def auto_remat[**P, T](
@@ -71,19 +68,12 @@ def auto_remat[**P, T](
         raise TypeError(f"{_NAME}: fun is a {type(fun).__name__}; expected a function")
     check_budget(_NAME, budget)
     static = indices(_NAME, "static_argnums", static_argnums)
-    cache: dict[Hashable, tuple[Region, Planner]] = {}
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         call = Call(fun, args, kwargs, static)
-        in_loop = private_jax.is_in_a_loop()
-        key = fingerprint(call.traced), in_loop
-        if key not in cache:
-            if len(cache) >= _CACHED:
-                cache.pop(next(iter(cache)))
-            cache[key] = call.region(in_loop), Planner(budget)
-        region, planner = cache[key]
-        return call.results(region(planner, *call.arrays))
+        region = call.region(in_loop=private_jax.is_in_a_loop())
+        return call.results(region(Planner(budget), *call.arrays))
 
     return run
 

@@ -16,6 +16,7 @@ are the vertices of the lower convex hull of all choices, in the plane of bytes 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -79,6 +80,14 @@ class Graph:
         self.residuals = tuple(dict.fromkeys(residuals))
         self._maker = {v: i for i, step in enumerate(self.steps) for v in step.results}
         self._tails, self._heads = self._edges()
+        self._key = self.sizes, self.steps, self.residuals
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def choice(self, saved: Sequence[int]) -> Cut:
         """Return the choice that saves the given values, without those that are not needed."""
@@ -106,6 +115,10 @@ class Graph:
           price: number of bytes that are worth one second.
           allow_costly: True if costly equations may run again.
         """
+        return _cut(self, price, allow_costly)
+
+    def minimum(self, price: float, allow_costly: bool) -> Cut:
+        """Compute `cut`."""
         if not self.residuals:
             return Cut((), 0, 0.0, ())
         if price == math.inf:
@@ -147,6 +160,12 @@ class Graph:
         edges += [(first + 2 * v + 1, 1) for v in self.residuals]
         tails, heads = np.array(edges, np.int32).reshape(-1, 2).T
         return tails, heads
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(graph: Graph, price: float, allow_costly: bool) -> Cut:
+    """Return `Graph.cut`. Outside of `jax.jit`, each call of a function makes an equal graph."""
+    return graph.minimum(price, allow_costly)
 
 
 type Weighted = Sequence[tuple[Graph, int]]

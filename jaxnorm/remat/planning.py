@@ -11,7 +11,7 @@ import jax
 from jaxnorm.remat import costs, cuts
 from jaxnorm.remat.cuts import Point
 from jaxnorm.remat.programs import variables
-from jaxnorm.remat.regions import Linearized, Mask, Pricing, Region
+from jaxnorm.remat.regions import Linearized, Mask, Pricing, Region, sizes
 
 type Budget = int | float | None
 
@@ -101,18 +101,17 @@ def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequenc
       primals, tangents: arrays, or types of arrays.
     """
     default = default_bytes(region, mask, primals)
-    region.linearized(unlimited(), mask, primals, tangents)
+    linearized = region.linearized(unlimited(), mask, primals, tangents)
     regions = tuple((r, r.latest) for r in region.budgeted() if r.latest is not None)
     # The graph of a region has the arrays that the regions inside it save without a budget.
     inside = [(r, unlimited().cut(d.graph)) for r, d in regions if r is not region]
     fixed = -sum(r.runs * cut.bytes for r, cut in inside)
     above, below = cuts.ends([(d.graph, r.runs) for r, d in regions])
-    seconds = math.fsum(r.runs * d.seconds for r, d in regions)
-    return Survey(default, seconds, regions, fixed, above, below)
+    return Survey(default, linearized.seconds, regions, fixed, above, below)
 
 
 def default_bytes(region: Region, mask: Mask, primals: Sequence[Any]) -> int:
     """Return the number of bytes that JAX saves for the backward pass without `auto_remat`."""
     traced = jax.make_jaxpr(lambda primals: region.residuals(mask, primals))(list(primals)).jaxpr
     saved = {*variables(traced.outvars)} - {*traced.invars, *traced.constvars}
-    return sum(costs.size(v.aval) for v in saved)
+    return sum(size for v, size in sizes(traced.eqns).items() if v in saved)

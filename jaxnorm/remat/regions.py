@@ -16,7 +16,7 @@ the derivative is an ordinary linear primitive, forward mode, higher derivatives
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from typing import Literal as OneOf
 
@@ -66,9 +66,7 @@ class Pricing:
     inside: "Pricing | None" = None
 
     def cut(self, graph: Graph) -> Cut:
-        if graph not in self.cuts:
-            self.cuts[graph] = graph.cut(self.price, self.allow_costly)
-        return self.cuts[graph]
+        return self.cuts.get(graph) or graph.cut(self.price, self.allow_costly)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +105,8 @@ class Linearized:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the forward and the backward pass, without the regions inside."""
-        equations = (e for e in (*self.known, *self.linear) if e.primitive.name not in _SPECIAL)
-        return math.fsum(map(costs.seconds, equations))
+        """Predicted time of the forward and the backward pass."""
+        return math.fsum(map(costs.seconds, (*self.known, *self.linear)))
 
     @functools.cached_property
     def has_while(self) -> bool:
@@ -329,7 +326,7 @@ class Region:
         made = [v for e in equations for v in e.outvars]
         values = [*(v for v in inputs if v not in free), *made]
         index = {v: i for i, v in enumerate(values)}
-        sizes = {v: costs.size(v.aval) for v in values}
+        bytes_of = {v: costs.size(v.aval) for v in values} | sizes(equations)
         steps = []
         for e in equations:
             never = bool(e.effects) or (not self.in_loop and e.primitive.name in _SPECIAL)
@@ -342,11 +339,8 @@ class Region:
                     any(v in anchors for v in e.outvars),
                 )
             )
-            if e.primitive.name == "shard_map":
-                body = e.params["jaxpr"]
-                sizes |= {v: costs.size(w.aval) for v, w in zip(e.outvars, body.outvars)}
         needs = [index[v] for v in residuals if v in index]
-        return Graph([sizes[v] for v in values], steps, needs), values
+        return Graph([bytes_of[v] for v in values], steps, needs), values
 
     def apply(
         self, derivative: Linearized, cut: Cut, primals: Sequence[Any], tangents: Sequence[Any]
@@ -392,6 +386,16 @@ def is_inexact(a: Any) -> bool:
     """Return True for an array of floating-point or complex numbers, or a type of such an array."""
     dtype = getattr(a, "dtype", None)
     return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def sizes(equations: Iterable[Any]) -> dict[Var, int]:
+    """Return the number of bytes of each result of some equations, on one device."""
+    found: dict[Var, int] = {}
+    for e in equations:
+        is_mapped = e.primitive.name == "shard_map"
+        local = e.params["jaxpr"].outvars if is_mapped else e.outvars
+        found |= {v: costs.size(w.aval) for v, w in zip(e.outvars, local)}
+    return found
 
 
 def _refers(equation: Any) -> bool:
