@@ -327,6 +327,11 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
     return jnp.where(fits, label.astype(jnp.int32), -1)
 
 
+def is_class(label: jax.Array, spec: Spec) -> jax.Array:
+    """Return a scalar bool: True if the label is the index of a class."""
+    return jnp.logical_and(label >= 0, label < spec.classes)
+
+
 # ------------------------------------------------------------------------------------- backward
 
 
