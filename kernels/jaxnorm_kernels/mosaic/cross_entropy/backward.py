@@ -62,6 +62,7 @@ def cross_entropy_bwd(
         residuals.labels,
         numbers,
         gradient,
+        residuals.logits_scale,
     )
 
 

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, finite, g
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossForwardSchedule,
     LossRow,
@@ -132,7 +132,9 @@ def cross_entropy_fwd(
     schedule = schedule or choose(spec)
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
     arrays = (operands.x, operands.labels, operands.positions)
-    y, *rest = launch_forward(spec, schedule, arrays, _row, results=results, sums=sums_of(spec))
+    y, *rest = launch_forward(
+        spec, schedule, operands.logits_scale, arrays, _row, results=results, sums=sums_of(spec)
+    )
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))
     entropy, *stats = rest
@@ -156,7 +158,7 @@ def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[]
 
     The results include the statistics m and log(s).
     """
-    spec, steps = row.spec, row.steps()
+    spec, steps = row.scaled, row.steps()
     # Load the label first. Its logit can be loaded only after the label has arrived, so these two
     # loads together take longest.
     label = read_label(labels, row.index)
@@ -206,7 +208,7 @@ def _add(
     others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
     grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
     of_each = spread(grown, v)
-    exp = functools.partial(numerics.exp_of_term, times=spec.logit_factor)
+    exp = functools.partial(numerics.exp_of_term, times=factor(spec))
     depth = [value - of_each for value in others]
     e = [exp(d) for d in depth]
     s, *t = _rescaled(s, t, m - grown, exp(m - grown), spec)
@@ -278,7 +280,7 @@ def _finish(
     log_s = jnp.where(is_class(label, spec), log_s, jnp.nan)
     loss = d + log_s
     if r is not None:
-        even = f_times(m - r, spec) + log_s - t[0] * (spec.logit_factor / spec.classes)
+        even = f_times(m - r, spec) + log_s - t[0] * (factor(spec) / spec.classes)
         loss = even if a == 1 else (1 - a) * loss + a * even
     if b:
         lse = f_times(m, spec) + log_s
