@@ -99,7 +99,8 @@ def run(
 ):
     """Run both passes in the interpreter. Return the divergences and the gradient.
 
-    `scales` has a scale for each row, or is None. ``program(module, specs, schedule)`` returns the function that runs both passes.
+    `scales` has a scale for each row, or is None. ``program(module, specs, schedule)`` returns the
+    function that runs both passes.
     """
     specs = specs_of(
         *(len(x), x.shape[1] - padding, x.dtype, teacher.dtype),
@@ -283,7 +284,7 @@ def test_one_kernel(cols, padding, dtype, of_dx, schedule, options, reverse):
     ids=str,
 )
 def test_a_scale_for_each_row(cols, dtype, caps, program, reverse):
-    """Each row may have its own scale, which may be negative. Masked rows may have a scale of NaN."""
+    """Each row may have its own scale, which may be negative, and NaN in masked rows."""
     if program is in_one_kernel and cols == 301:
         cols = 304  # This kernel takes rows in multiples of 16 bytes.
     x, teacher = operands((4, cols), dtype)
