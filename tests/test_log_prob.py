@@ -78,6 +78,21 @@ def test_several_labels(count, masked):
 
 @refusable
 @on_each_implementation("dtype options", ["bfloat16", "float32"], OPTIONS)
+def test_labels_that_are_no_classes(dtype, options, implementation):
+    """A label that is not a class makes its log-probability NaN, but not the entropy.
+
+    The gradient of the row is NaN, unless the cotangent of the log-probability is 0.
+    """
+    x, labels, d = operands((6, 300), dtype)
+    x = x.at[2].set(0).at[2, 7].set(90).at[4, 0].set(90)
+    labels, d = labels.at[1:5].set(jnp.array([300, -1, -100, 2**20])), d.at[2:5].set(0)
+    log_prob, entropy = check(x, labels, d, implementation=implementation, **options)
+    np.testing.assert_array_equal(np.isnan(log_prob), [False, *[True] * 4, False])
+    assert np.isfinite(entropy).all()
+
+
+@refusable
+@on_each_implementation("dtype options", ["bfloat16", "float32"], OPTIONS)
 def test_extremes(dtype, options, implementation):
     """Results are correct for rows with extreme logits.
 

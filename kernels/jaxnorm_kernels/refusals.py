@@ -32,8 +32,8 @@ NO_KERNEL: Table = (
         lambda s: s.plain,
     ),
     (
-        "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
-        lambda s: s.logits.has_scale,
+        "its softmax kernels take a scale that is a number; an array as scale is plain JAX's",
+        lambda s: s.logits.has_scale and s.is_softmax,
     ),
     (
         "parameters of groups of rows that are not consecutive, or that are broadcast along "

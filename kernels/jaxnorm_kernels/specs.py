@@ -410,16 +410,6 @@ class Spec:
         return np.dtype(np.float64 if is_wide else np.float32)
 
     @functools.cached_property
-    def logit_factor(self) -> float:
-        """The number by which a loss finally multiplies its logits.
-
-        It is the cap in cap * tanh(...) if there is a cap, otherwise `logits_scale`.
-        """
-        return (
-            self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
-        )
-
-    @functools.cached_property
     def drops_masked(self) -> bool:
         """True if masked entries are excluded, False if a finite logit replaces them."""
         return self.softmax.masked_logit == -math.inf

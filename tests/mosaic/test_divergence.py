@@ -53,10 +53,11 @@ def forward_and_backward(module, specs, schedule=None):
     forward, backward = specs
     scheduled = {} if schedule is None else {"schedule": schedule}
 
-    def both(x, teacher, d, positions=None):
-        given = Operands(x, teacher_logits=teacher, positions=positions)
+    def both(x, teacher, d, **others):
+        given = Operands(x, teacher_logits=teacher, **others)
         results = module.forward(given, forward, **scheduled)
-        residuals = Residuals(x, stats=results.stats, teacher_logits=teacher, y=results.y)
+        saved = {"teacher_logits": teacher, "logits_scale": given.logits_scale}
+        residuals = Residuals(x, stats=results.stats, y=results.y, **saved)
         return results.y, module.backward(residuals, Results(d), backward).x
 
     return jax.jit(both)
@@ -76,8 +77,8 @@ def in_one_kernel(module, specs, schedule=None, dtype=None):
     """
     spec = both_spec(specs[0], dtype or specs[0].x_dtype)
 
-    def both(x, teacher, d, positions=None):
-        given = Operands(x, teacher_logits=teacher, positions=positions)
+    def both(x, teacher, d, **others):
+        given = Operands(x, teacher_logits=teacher, **others)
         results, gradients = module.both(given, Results(d), spec, schedule=schedule)
         return results.y, gradients.x
 
@@ -93,22 +94,26 @@ def run(
     d=None,
     padding=0,
     program=forward_and_backward,
+    scales=None,
     **options,
 ):
     """Run both passes in the interpreter. Return the divergences and the gradient.
 
-    ``program(module, specs, schedule)`` returns the function that runs both passes.
+    `scales` has a scale for each row, or is None. ``program(module, specs, schedule)`` returns the
+    function that runs both passes.
     """
     specs = specs_of(
         *(len(x), x.shape[1] - padding, x.dtype, teacher.dtype),
         has_positions=positions is not None,
+        has_scale=scales is not None,
         padding=padding,
         **options,
     )
     arrays = [x, teacher, jnp.linspace(-1, 2, len(x), dtype=F32) if d is None else d]
     with mosaic.interpreted():
         function = program(module, tuple(specs), schedule)
-        return function(*arrays, *([] if positions is None else [positions]))
+        others = {"positions": positions, "logits_scale": scales}
+        return function(*arrays, **{k: v for k, v in others.items() if v is not None})
 
 
 # A thread processes a row in steps of 16 bytes. The widths cover four cases: all steps are full;
@@ -264,6 +269,35 @@ def test_one_kernel(cols, padding, dtype, of_dx, schedule, options, reverse):
     of = Divergence(x, teacher, of_dx, reverse=reverse, **options)
     assert_within(y, of.value, of.bound)
     assert_within(dx[:, :cols], *of.gradient(d))
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("program", [forward_and_backward, in_one_kernel])
+@pytest.mark.parametrize(
+    ("cols", "dtype", "caps"),
+    [
+        (1032, "bfloat16", {}),
+        (301, "float32", {}),
+        (516, "bfloat16", {"logit_softcap": 8.0, "teacher_softcap": 8.0}),
+        (260, "float32", {"logit_softcap": 8.0, "teacher_softcap": 30.0}),
+    ],
+    ids=str,
+)
+def test_a_scale_for_each_row(cols, dtype, caps, program, reverse):
+    """Each row may have its own scale, which may be negative, and NaN in masked rows."""
+    if program is in_one_kernel and cols == 301:
+        cols = 304  # This kernel takes rows in multiples of 16 bytes.
+    x, teacher = operands((4, cols), dtype)
+    scales, d = jnp.array([0.7, -1.5, jnp.nan, 3.0]), jnp.array([-1.0, 0.5, 1.0, 2.0])
+    positions = jnp.arange(4) != 2
+    given = {"program": program, "reverse": reverse, "scales": scales, **caps}
+    y, dx = run(mosaic, x, teacher, positions, d=d, **given)
+    assert (y[2], np.abs(dx[2]).max()) == (0, 0)
+    y, dx, d, x, teacher, scales = (a[positions] for a in (y, dx, d, x, teacher, scales))
+    column = exact(scales)[:, None]
+    of = Divergence(x, teacher, dtype, reverse=reverse, logits_scale=column, **caps)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx, *of.gradient(d))
 
 
 @DIRECTIONS

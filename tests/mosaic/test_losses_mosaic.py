@@ -22,7 +22,7 @@ from specs import BF16, F16, F32, build_spec, changed
 import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.implementation import Operands, Results
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.both import MOST_BYTES
 from jaxnorm_kernels.mosaic.cross_entropy.forward import choose
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule as Parts
@@ -181,6 +181,51 @@ def test_values(op, cols, dtype, schedule, options):
     odd, the test has nine rows. Together, these rows start at all offsets.
     """
     check(op, *operands((9 if cols % 2 else 2, cols), dtype), schedule=schedule, **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "cols", "dtype", "options"),
+    [
+        (CE, 1032, "bfloat16", {}),
+        (CE, 301, "float32", SMOOTHED),
+        (CE, 516, "bfloat16", {"logit_softcap": 8.0, **SMOOTHED}),
+        (LP, 301, "float32", {}),
+        (LP, 516, "bfloat16", {"logit_softcap": 8.0}),
+    ],
+    ids=str,
+)
+def test_a_scale_for_each_row(op, cols, dtype, options):
+    """Each row may have its own scale, which may be negative or 0, and NaN in masked rows."""
+    x, labels, d = operands((5, cols), dtype)
+    d, positions = cotangents(op, d), jnp.arange(5) != 2
+    scales = jnp.array([0.7, -1.5, jnp.nan, 3.0, 0.0])
+    given = {"labels": labels, "logits_scale": scales}
+    of_rows = Operands(x, positions=positions, **given)
+    spec = make_spec(op, *x.shape, dtype, has_positions=True, has_scale=True, **options)
+
+    def two_kernels():
+        y = mosaic.forward(of_rows, spec)
+        residuals = Residuals(x, stats=y.stats, entropy=y.entropy, **given)
+        backward = changed(spec, direction="bwd", want_stats=False)
+        return y, mosaic.backward(residuals, Results(d[0], entropy=d[-1]), backward)
+
+    def one_kernel():
+        one = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=spec.x_dtype)
+        return mosaic.both(of_rows, Results(d[0]), one)
+
+    programs = [two_kernels, one_kernel] if op == CE and cols != 301 else [two_kernels]
+    exact_scales = np.where(positions, exact(scales), 1)[:, None]
+    expected = LOSSES[op].reference(
+        x, labels, positions=positions, logits_scale=exact_scales, dtype=dtype, **options
+    )
+    for program in programs:
+        with mosaic.interpreted():
+            y, gradients = jax.jit(program)()
+        results = (y.y, y.entropy)[: len(d)]
+        assert not any(a[2].any() for a in (*results, gradients.x))
+        for ours, wanted, bound in zip(results, expected.results, expected.bounds, strict=True):
+            assert_within(ours, wanted, bound)
+        assert_within(gradients.x, expected.gradient(*d), expected.gradient_bound(*d))
 
 
 @pytest.mark.parametrize(

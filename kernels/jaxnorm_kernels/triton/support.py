@@ -35,6 +35,10 @@ _CANNOT: Table = (
     *NO_ROWS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
+        "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
+        lambda s: s.logits.has_scale,
+    ),
+    (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
     ),

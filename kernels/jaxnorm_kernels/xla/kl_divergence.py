@@ -193,8 +193,11 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
     """
     e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
     u = _differences(first, second, spec)
-    of_ratio = jnp.where(second.below == -jnp.inf, jnp.inf, e_first * u)
-    of_ratio = jnp.where(first.below == -jnp.inf, 0, of_ratio)
+    # If the computed e_P is 0, u may be infinite, and the product would be NaN. Only a Q of 0 (not
+    # one that is rounded to 0) makes the divergence infinite, and only if P is not 0.
+    of_ratio = jnp.where(e_first == 0, 0, e_first * u)
+    is_infinite = (second.below == -jnp.inf) & (first.below != -jnp.inf)
+    of_ratio = jnp.where(is_infinite, jnp.inf, of_ratio)
     is_small = jnp.abs(u) < _SMALL
     near = e_first * jnp.expm1(jnp.where(is_small, -u, 0))
     difference = jnp.where(is_small, near, e_second - e_first)
@@ -248,8 +251,10 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
     ratio = _differences(safe_q, safe_p, spec) + (log_s_p - log_s_q)
     if spec.loss.reverse:
         y = jnp.expand_dims(residuals.y.astype(spec.compute_dtype), spec.axes)
-        ratio = jnp.where(are_there, ratio, jnp.inf)
-        weight = jnp.where(is_there, q * (jnp.where(is_there, ratio, 0) - y), 0)
+        # If q is rounded to 0, the ratio may be infinite, and the product would be NaN.
+        is_positive = q != 0
+        ratio = jnp.where(is_positive, jnp.where(are_there, ratio, jnp.inf), 0)
+        weight = jnp.where(is_positive, q * (ratio - y), 0)
     else:
         p = jnp.exp(of_p.of_z - log_s_p)
         is_small = are_there & (jnp.abs(ratio) < _SMALL)
