@@ -16,6 +16,8 @@ from specs import build_spec, changed
 
 import jaxnorm
 from jaxnorm.calls import backends
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import Shared
 
@@ -38,6 +40,8 @@ ROPE = {"op": "norm_rope", "subtract_mean": False, "bias_dtype": None}
 ROPE |= {"table_dtype": F32, "table_rows": ROWS, "rotated": 64}
 
 KL = {"op": "kl_divergence", "teacher_dtype": BF16}
+
+LOSSES = ("softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy", "kl_divergence")
 
 WIDE = build_spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
@@ -123,6 +127,27 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
     assert support.why_not_default(WIDE) is None
     monkeypatch.setattr(support, "can_lower", lambda: False)
     assert "CUDA plugin" in support.why_not_default(WIDE)
+
+
+@pytest.mark.parametrize("function", LOSSES)
+@pytest.mark.parametrize("classes", [30522, 50257, 50265, 51865])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_ampere_losses_over_any_vocabulary_run_kernels(function, classes, dtype, monkeypatch):
+    """Triton's kernels are the default for vocabularies that are not a multiple of 16 bytes.
+
+    The numbers of classes are those of BERT, GPT-2, RoBERTa and Whisper.
+    """
+    module, triton = types.ModuleType("triton"), load_alone("triton", "support")
+    module.IMPLEMENTATION = Implementation(
+        None, None, triton.why_unsupported, triton.why_not_default, caveat=triton.caveat
+    )
+    monkeypatch.setitem(sys.modules, "jaxnorm_kernels.triton", module)
+    monkeypatch.setattr(backends, "_failures", {})
+    monkeypatch.setattr(triton, "can_lower", lambda: True)
+    for support in (triton, mosaic.support):
+        monkeypatch.setattr(support, "local_capability", lambda: 80)
+    plan = jaxnorm.implementation_for(function, (8192, classes), dtype, platform="cuda")
+    assert (plan.forward.name, plan.backward.name) == ("triton", "triton"), plan
 
 
 @pytest.mark.triton
