@@ -3,6 +3,7 @@
 These tests do not need Triton.
 """
 
+import importlib
 import re
 import subprocess
 import sys
@@ -179,6 +180,9 @@ def installed(monkeypatch):
         modules = {name: triton and types.ModuleType(name) for name in parents}
         modules |= {"triton.backends.nvidia.driver": triton and driver}
         modules |= {"jax_triton": jax_triton and types.ModuleType("jax_triton")}
+        triton_lib = types.ModuleType("triton_lib")
+        triton_lib.triton_kernel_call_p = None
+        modules |= {"jax_triton.triton_lib": jax_triton and triton_lib}
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         versions = {"triton": triton, "jax-triton": jax_triton}
@@ -200,6 +204,11 @@ def installed(monkeypatch):
             {"triton": "3.9.0", "jax_triton": "0.4.0"},
             r"needs jax-triton 0\.4\.1 or newer, not 0\.4\.0",
         ),
+        ({"triton": "3.9.0", "jax_triton": "0.4"}, r"needs jax-triton 0\.4\.1 or newer, not 0\.4"),
+        (
+            {"triton": "3.9.0", "jax_triton": "0.4.0rc2"},
+            r"needs jax-triton 0\.4\.1 or newer, not 0\.4\.0rc2",
+        ),
     ],
     ids=str,
 )
@@ -220,6 +229,17 @@ def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
     forward = jaxnorm.implementation_for("softmax", x.shape, x.dtype, platform="cuda").forward
     assert forward.name == "xla"
     assert re.search("^triton: it cannot be imported: .*" + said, forward.reason)
+
+
+@pytest.mark.parametrize("version", ["0.4.1", "0.4.2rc1", "0.4.2.dev3+g1a2b3c4", "0.5", "1.0b2"])
+def test_a_new_version_of_jax_triton_is_taken(version, installed):
+    """The import of the kernels passes the check of versions, and fails later.
+
+    The simulated Triton is empty, so the first kernel cannot be imported.
+    """
+    installed(triton="3.9.0", jax_triton=version)
+    with pytest.raises(ImportError, match=r"No module named 'triton\.language'"):
+        importlib.import_module("jaxnorm_kernels.triton")
 
 
 @pytest.mark.triton
