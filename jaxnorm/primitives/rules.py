@@ -9,6 +9,7 @@ respect to the residuals. Plain JAX computes them.
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -73,6 +74,23 @@ class Pass(Protocol):
 
         `used` has a bool for each result.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function that runs one pass with a kernel. Lowering it fails if JAX has changed too much.
+
+    Attributes:
+      run: the function.
+      failed: a function that records an error of the lowering, so that `Rules.lowered` returns
+        another function for the pass. If the user requested the kernel, it raises an error.
+    """
+
+    run: Run
+    failed: Callable[[Exception], None]
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        return self.run(*arrays)
 
 
 class Rules[P: Pass](abc.ABC):
@@ -303,7 +321,15 @@ class Rules[P: Pass](abc.ABC):
                 return function(*arrays)
 
         with wide_types_for((*ctx.avals_in, *ctx.avals_out)):
-            return mlir.lower_fun(named)(ctx, *arrays)
+            lower = functools.partial(mlir.lower_fun(named), ctx, *arrays)
+            if not isinstance(function, Kernel):
+                return lower()
+            try:
+                with private_jax.without_unfinished_functions(ctx):
+                    return lower()
+            except Exception as error:
+                function.failed(error)
+        return self.lower(call, ctx, *arrays)  # without this kernel
 
     # ------------------------------------------------------------------------------ registration
 

@@ -27,6 +27,10 @@ from typing import Any
 import jax
 from jax import lax
 
+#: The versions of JAX with which the kernels were tested. They use JAX's private API, which any
+#: release may change.
+TESTED = ("0.11.2", "0.12.0.1")
+
 #: The address of every operand and result of a kernel is a multiple of this many bytes.
 ALIGNMENT = 256
 
