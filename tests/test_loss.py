@@ -398,6 +398,16 @@ def test_one_class_is_certain(x):
         np.testing.assert_array_equal(dx, 0)
 
 
+@pytest.mark.parametrize("rows", [3, 0])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=str)
+def test_no_classes(rows, options):
+    """Without classes, a loss is NaN, and its gradient is empty."""
+    x, labels = jnp.ones((rows, 0)), jnp.zeros(rows, int)
+    losses, pullback = jax.vjp(lambda x: cross_entropy(x, labels, **options), x)
+    assert jnp.isnan(losses).all()
+    assert pullback(losses)[0].shape == x.shape
+
+
 # ----------------------------------------------------------------- scales that are not above 0
 
 

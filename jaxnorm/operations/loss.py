@@ -178,12 +178,10 @@ def _of_rows(
     is_several = may_be_several and labels.shape[:-1] == expected and labels.ndim > len(expected)
     if is_several:
         checks.fewer_than_classes(function, labels.shape, view.cols)
-    elif labels.shape != expected:
+    else:
         also = f", or {expected} and an axis of several labels" if may_be_several else ""
-        raise ValueError(
-            f"{function}: labels have shape {labels.shape}; expected {expected}, the shape of "
-            f"logits {shape} without axis={axis!r}{also}; reshape or broadcast labels to that shape"
-        )
+        why = f"the shape of logits {shape} without axis={axis!r}{also}"
+        checks.same_shape(function, "labels", labels.shape, expected, why)
     call = loss_call(
         function,
         logits.shape,
@@ -326,10 +324,12 @@ def _masks(
         mask = checks.boolean(function, "where", where, also)
         return checks.broadcastable(function, "where", mask, shape, "logits'"), None
     if not checks.fits(where.shape, of_labels):
+        logits = [shape] if where.dtype == bool else []
         raise ValueError(
             f"{function}: where has shape {where.shape}; expected one that broadcasts to {of} "
             f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' {shape}, "
-            f"with {len(shape)} axes, for a mask of classes; reshape where, e.g. where[None]"
+            f"with {len(shape)} axes, for a mask of classes"
+            f"{checks.reshaping('where', where.shape, of_labels, *logits)}"
         )
     return None, jnp.broadcast_to(where, of_labels)
 
@@ -533,7 +533,12 @@ def kl_divergence(
     """
     logits = checks.float_array(_KL, "logits", logits)
     teacher = checks.float_array(_KL, "teacher_logits", teacher_logits)
-    checks.same_shape(_KL, "teacher_logits", teacher.shape, logits.shape, of="logits")
+    also = "; slice the logits with more classes, or pad the others with -inf"
+    of_classes = teacher.shape[:-1] == logits.shape[:-1]
+    checks.same_shape(
+        *(_KL, "teacher_logits", teacher.shape, logits.shape, "the shape of logits"),
+        also if of_classes else "",
+    )
     view = RowView.of(logits.shape, checks.axes(_KL, axis, logits.shape, of="logits"))
     dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
     mask = weights = None

@@ -166,8 +166,8 @@ def _of_linear_logits(
     names = ("implementation", "logits_scale", "logit_softcap", "teacher_logit_softcap", "reverse")
     options = {name: arguments[name] for name in names if name in arguments}
     scale, where = options.get("logits_scale"), arguments.get("where")
-    if hasattr(scale, "shape"):  # The scales of a chunk's rows; a scalar has the same plan.
-        options["logits_scale"] = jax.ShapeDtypeStruct((), scale.dtype)
+    if hasattr(scale, "shape"):  # The scales of all rows. A scalar has the same plan.
+        options["logits_scale"] = jax.ShapeDtypeStruct((), getattr(scale, "dtype", x.dtype))
     if where is not None and jnp.ndim(where) == len(x.shape):
         options["where"] = jax.ShapeDtypeStruct((1, weight.shape[-1]), jnp.bool_)  # of classes
     rows = math.prod(x.shape[:-1])
