@@ -42,8 +42,9 @@ def linear_softmax_cross_entropy(
 
     The logits are ``x @ weight + bias``. Only the logits of one chunk of rows are in memory at a
     time. The result is the mean, the sum or the array of the losses that
-    :func:`softmax_cross_entropy_with_integer_labels` computes. One loop over the chunks computes
-    the loss and, if it is differentiated, the gradients.
+    :func:`softmax_cross_entropy_with_integer_labels` computes. By default, the function returns the
+    mean; masks and weights go into ``where``, because a mask that multiplies the mean cancels out.
+    One loop over the chunks computes the loss and, if it is differentiated, the gradients.
 
     A loss that is not differentiated takes one matmul, which computes the logits. If it is
     differentiated, two more matmuls compute the gradients of x and weight, so a mean or a sum takes
@@ -91,8 +92,8 @@ def linear_softmax_cross_entropy(
         (chunk, V), dtype)`` shows the choice.
 
     Returns:
-      A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 if the logits are
-      float64.
+      A scalar (by default the mean), or for ``"none"`` an array of labels' shape: float32, or
+      float64 if the logits are float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
     the dtypes of their arguments. For a mean or a sum, the forward pass computes the gradients and
@@ -443,9 +444,10 @@ def linear_kl_divergence(
 
     The student's logits are ``x @ weight + bias``, and the teacher's logits are ``teacher_x @
     teacher_weight + teacher_bias``. The result is the mean, the sum or the array of the divergences
-    that :func:`kl_divergence` computes. Only the logits of one chunk of rows are in memory at a
-    time, in the forward and in the backward pass. One loop over the chunks computes the divergence
-    and, if it is differentiated, the gradients.
+    that :func:`kl_divergence` computes. By default, the function returns the mean; masks and
+    weights go into ``where``, because a mask that multiplies the mean cancels out. Only the logits
+    of one chunk of rows are in memory at a time, in the forward and in the backward pass. One loop
+    over the chunks computes the divergence and, if it is differentiated, the gradients.
 
     A divergence that is not differentiated takes two matmuls: one for the student's logits, and one
     for the teacher's. If it is differentiated, two more matmuls compute the gradients of x and
@@ -484,8 +486,8 @@ def linear_kl_divergence(
         shows the choice.
 
     Returns:
-      A scalar, or for ``"none"`` an array of the shape of x without the last axis: float32, or
-      float64 if the operands of a matmul promote to float64.
+      A scalar (by default the mean), or for ``"none"`` an array of the shape of x without the last
+      axis: float32, or float64 if the operands of a matmul promote to float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
     gradients have the dtypes of their arguments. The forward pass saves the same arrays as that of
