@@ -660,5 +660,8 @@ def test_swapped_arguments(name):
         order[names.index(name_of)] = a
     given = dict(zip(names, arguments))
     function(**{n: given[a] for n, a in zip(names, order)})
+    # These errors do not depend on the order.
     with pytest.raises(ValueError, match=r"^rms_norm_linear: weight has shape"):
         jaxnorm.rms_norm_linear(T((2, 3)), T(3))
+    with pytest.raises(TypeError, match=r"^kl_divergence: logits_scale is differentiated"):
+        jax.grad(lambda s: jaxnorm.kl_divergence(T(3), T(3), logits_scale=s))(0.5)
