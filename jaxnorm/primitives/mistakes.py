@@ -107,8 +107,8 @@ def _order(
         equal = sum(a > b and a in arrays and given[a] == given[b] for a, b in pairs)
         return equal, sum(i != place for i, place in enumerate(order))
 
-    # The given order comes first. If it is valid here, the error does not depend on the order: it is
-    # about a value, or a scale that is differentiated.
+    # The given order comes first. If it is valid here, the error does not depend on the order: it
+    # is about a value, or about a scale that is differentiated.
     for order in sorted(orders, key=changes):
 
         def ordered(values: Sequence[Any], more: Mapping[str, Any]) -> Any:
