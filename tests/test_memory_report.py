@@ -249,6 +249,24 @@ def test_what_a_scan_keeps_twice(one):
         assert not told(report_of(one, unrolled))
 
 
+def wide_norm(x, w, *, dtype="float32", is_used=False):
+    """Normalise to `dtype`, and cast the result for each of two matmuls, as Flax's Dense does."""
+    y = jaxnorm.rms_norm(x, w["scale"], dtype=dtype)
+    gate, up = (jnp.sin(y.astype(jnp.bfloat16) @ w[name]) for name in ("gate", "up"))
+    x = x + (gate * up) @ w["down"]
+    return x + jnp.tanh(y).astype(x.dtype) if is_used else x
+
+
+def test_a_norm_that_each_user_casts():
+    """There is advice for a norm's dtype if all users of its result cast it to fewer bits."""
+    before, after = (report_of(functools.partial(wide_norm, dtype=d)) for d in ("float32", X.dtype))
+    rows = told(before, "rms_norm")
+    assert all("dtype=bfloat16" in row.advice for row in rows)
+    assert before.total - after.total == sum(row.saves for row in rows) > 0
+    assert not told(after, "rms_norm")
+    assert not told(report_of(functools.partial(wide_norm, is_used=True)), "rms_norm")
+
+
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_modules(library):
     """The report names source lines of the user's code, not of Flax's.

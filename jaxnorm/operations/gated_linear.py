@@ -342,7 +342,7 @@ def _weights(
                 f"{function}: weight has a {type(leaf).__name__}; expected an array, or a tree of "
                 "arrays; let product close over what is none"
             )
-    return [jnp.asarray(leaf) for leaf in leaves], tree
+    return [checks.any_array(function, "weight", leaf) for leaf in leaves], tree
 
 
 def _check_options(
@@ -373,7 +373,7 @@ def _check_shapes(
     shape = rows[0].shape
     checks.features(function, first, shape, "f")
     for name, a in zip(others, rows[1:]):
-        checks.same_shape(function, name, a.shape, shape, of=first)
+        checks.same_shape(function, name, a.shape, shape, f"the shape of {first}")
     if product is not None:
         return
     also = ", or give product= another product"
@@ -383,7 +383,8 @@ def _check_shapes(
 
 
 def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) -> None:
-    checks.vector(function, "bias", bias.shape, features, "column of the product")
+    why = "a number for each column of the product"
+    checks.same_shape(function, "bias", bias.shape, features, why)
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:

@@ -571,6 +571,7 @@ def rms_norm_gated(
       (2, 16, 8, 128)
     """
     x, gate = (checks.float_array(_GATED, n, a) for n, a in (("x", x), ("gate", gate)))
+    checks.features(_GATED, "x", x.shape, "d")
     checks.same_shape(_GATED, "gate", gate.shape, x.shape)
     if scale is not None:
         scale = checks.float_array(_GATED, "scale", scale)

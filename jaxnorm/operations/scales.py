@@ -51,13 +51,13 @@ def of_logits(
         `positions`.
     """
     if not is_array(value):
-        return Scale(checks.positive(function, "logits_scale", value))
+        return Scale(checks.number(function, "logits_scale", value))
     array = _checked(function, "logits_scale", value, dtype)
     if array.ndim and not checks.fits(array.shape, positions):
         raise ValueError(
             f"{function}: logits_scale has shape {array.shape}; expected a number, a scalar array, "
             f"or one that broadcasts to {of} shape {positions}, with {len(positions)} axes: one "
-            "scale for each position; reshape logits_scale, e.g. logits_scale[None]"
+            f"scale for each position{checks.reshaping('logits_scale', array.shape, positions)}"
         )
     return Scale(1.0, jnp.broadcast_to(array, positions))
 
@@ -71,7 +71,7 @@ def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype
     if array.ndim:
         raise ValueError(
             f"{function}: scale has shape {array.shape}; expected a number or a scalar array; "
-            "multiply x by an array of scales"
+            "multiply x by it instead, with a shape that broadcasts to x's"
         )
     return jnp.broadcast_to(array, rows)
 
@@ -81,13 +81,7 @@ def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array
 
     Differentiating a function with respect to this array raises TypeError.
     """
-    array = jnp.asarray(value)
-    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise TypeError(
-            f"{function}: {name} is a {type(value).__name__}; expected a number or an array of "
-            f"floats, not of {array.dtype.name}; cast it, e.g. {name}.astype(jnp.float32)"
-        )
-    return _constant(function, name, array.astype(dtype))
+    return _constant(function, name, checks.scale_array(function, name, value).astype(dtype))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
+from jaxnorm.primitives import mistakes
+
 
 def compiled[**P, T](
     *arrays: str, functions: Collection[str] = (), either: Collection[str] = ()
@@ -81,7 +83,15 @@ def compiled[**P, T](
                 return result
             return function(*arguments, **options)
 
-        return call
+        @functools.wraps(function)
+        def explained(*arguments: P.args, **options: P.kwargs) -> T:
+            try:
+                return call(*arguments, **options)
+            except (TypeError, ValueError) as error:
+                mistakes.explain(call, arguments, options, error)
+                raise
+
+        return explained
 
     return decorated
 
@@ -146,7 +156,7 @@ def _is_array(a: Any) -> bool:
     as a number.
     """
     is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
-    return is_array and a.dtype.kind != "b"
+    return is_array and a.dtype != bool
 
 
 def _is_given(a: Any) -> bool:
@@ -178,7 +188,7 @@ def _keeps_value(a: np.ndarray) -> bool:
     A call with any other array is not compiled: the public function converts the array, or raises
     its own error.
     """
-    if not a.dtype.isnative or a.dtype.kind not in "biuf":
+    if not a.dtype.isnative or a.dtype.kind not in "biuf" or a.dtype.itemsize > 8:
         return False
     kept = jax.dtypes.canonicalize_dtype(a.dtype)
     if kept == a.dtype:
