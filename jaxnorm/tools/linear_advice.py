@@ -1,10 +1,29 @@
 """Advice to use gated_linear or activation_linear for a linear layer after an activation."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from jaxnorm.tools import kept_arrays
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.tools import kept_arrays, values
 from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, reached
+
+
+# The activations that have a name in gated_linear and activation_linear, and further ones.
+_ACTIVATIONS = {
+    '"silu"': jax.nn.silu,
+    '"gelu"': jax.nn.gelu,
+    '"relu"': jax.nn.relu,
+    '"leaky_relu"': jax.nn.leaky_relu,
+    '"sigmoid"': jax.nn.sigmoid,
+    "partial(jax.nn.gelu, approximate=False)": functools.partial(jax.nn.gelu, approximate=False),
+    "jnp.tanh": jnp.tanh,
+}
+
+# Number of elements for which an activation is evaluated. It is no size of an array in a model.
+_ELEMENTS = 61
 
 
 def linear_layers(program: Program) -> Iterator[Advice]:
@@ -28,30 +47,101 @@ def linear_layers(program: Program) -> Iterator[Advice]:
 
 def _of_matmul(matmul: Value, program: Program) -> Advice | None:
     factors = kept_arrays.rows_and_weight(matmul)
-    if factors is None:
+    if factors is None or kept_arrays.is_called_by(matmul, "jaxnorm.operations"):
         return None
     h = origin(factors[0])
     sources, is_nonlinear, is_alone = _sources(h)
-    # Leave out random bits: the mask of dropout is recomputed from the random key, and not saved.
-    arrays = [s for s in sources if s.made_by != "random_bits"]
-    if not (is_nonlinear and is_alone and len(arrays) in (1, 2)):
+    # The mask of dropout is recomputed from the random key, and not saved. Dropout follows the
+    # activation: `inner` is the array before it.
+    bits = {s for s in sources if s.made_by == "random_bits"}
+    arrays = [s for s in sources if s not in bits]
+    if not (is_nonlinear and is_alone and len(arrays) in (1, 2) and _is_for(matmul, h, sources)):
         return None
-    if not _is_for(matmul, h, sources):
+    inner = next((v for v in reached([h], _operands) if not bits & _sources(v)[0].keys()), h)
+    found = _step(inner, arrays, program) if _sources(inner)[0].keys() == {*arrays} else None
+    if found is None:
         return None
-    between = [v for v in program.by_origin if v not in sources and _is_between(v, sources)]
-    members = program.saved_of(between)
+    gate, *up = found.arrays
+    between = [
+        v for v in program.by_origin if v not in (*sources, *up) and _is_between(v, sources)
+    ]
+    # If `up` is computed elementwise, the arrays of its derivative are still saved.
+    members = program.saved_of([v for v in between if up == arrays[1:] or gate in _sources(v)[0]])
     members += program.zeros_like(h)[: bool(members)]  # some derivatives save an array of zeros
-    function = "gated_linear" if len(arrays) == 2 else "activation_linear"
-    if function == "gated_linear":
-        how = "replace the down projection {at} with jaxnorm.gated_linear"
-        saved = "only gate and up are saved"
-    else:
-        how = "replace the linear layer {at} and its activation with jaxnorm.activation_linear"
-        saved = "only the activation's input is saved"
-    if len(arrays) < len(sources):
-        how += " (its dropout goes into product=)"
-    instead = sum(map(program.extra_bytes, arrays))
-    return Advice(function, matmul.source, f"{how}: {saved}", members, instead, matmul.layers)
+    function = "gated_linear" if up else "activation_linear"
+    weight = factors[1]
+    is_cast = kept_arrays.uncast(weight).dtype.itemsize > weight.dtype.itemsize
+    options = f"dtype={weight.dtype.name} and " * is_cast + f"activation={found.activation}"
+    what = "down projection {at}" if up else "linear layer {at} and its activation"
+    saved = "gate and up are" if up else "the activation's input is"
+    dropout = " (its dropout goes into product=)" if bits else ""
+    how = f"replace the {what} with jaxnorm.{function}, with {options}{dropout}: only {saved} saved"
+    instead = sum(map(program.extra_bytes, found.arrays))
+    return Advice(function, matmul.source, how, members, instead, matmul.layers)
+
+
+class _Step(NamedTuple):
+    """An elementwise function before a matmul.
+
+    Attributes:
+      activation: text of the option ``activation``.
+      arrays: the activation's operand and, if there is one, the array with which its result is
+        multiplied.
+    """
+
+    activation: str
+    arrays: Sequence[Value]
+
+
+def _step(h: Value, arrays: Sequence[Value], program: Program) -> _Step | None:
+    """Return the activation that computes h from `arrays`, if h has no other operands."""
+    if len(arrays) == 1:
+        return _verified(h, arrays[0], None)
+    found = (_verified(h, gate, up) for gate, up in (arrays, arrays[::-1]))
+    product = kept_arrays.uncast(h)
+    if (step := next(filter(None, found), None)) or product.made_by != "mul":
+        return step
+    # Neither array is a factor of h, but h may be a product of a function of each of them, such as
+    # gpt-oss' silu(gate) * (clip(up) + 1). The arrays of the larger derivative need not be saved.
+    factors = {next(iter(_sources(v)[0])): v for v in product.operands if len(_sources(v)[0]) == 1}
+    if len(factors) != 2:
+        return None
+
+    def saved(source: Value) -> int:
+        own = [v for v in program.by_origin if _sources(v)[0].keys() == {source} and v is not source]
+        return sum(v.bytes for v in own)
+
+    gate, up = sorted(arrays, key=saved, reverse=True)
+    return _verified(product, gate, origin(factors[up]))
+
+
+def _verified(h: Value, gate: Value, up: Value | None) -> _Step | None:
+    """Return the activation f if h is f(gate), or f(gate) * up, and None otherwise."""
+    # An axis of another size than the program's cannot be combined with other arrays.
+    shape = (1,) * (len(gate.shape) - 1) + (_ELEMENTS,)
+    draws = values.draws({gate: shape} if up is None else {gate: shape, up: shape})
+    x = draws[0].arrays[gate]
+    try:
+        results = [draw(h) for draw in draws]
+        if up is not None:
+            # With the same gate, h must be proportional to up.
+            ups = [draw.arrays[up] for draw in draws]
+            results = [values.Draw({gate: x, up: a}, draws[0])(h) / a for a in ups]
+    except values.UnknownError:
+        return None
+    is_step = up is None or all(values.agree(y, results[0]) for y in results)
+    if draws[0].drawn or not is_step:
+        return None
+    dtypes = [v.dtype for v in reached([h], _operands)]
+    pairs = [(x, results[0])] if up is not None else [(d.arrays[gate], d(h)) for d in draws]
+    name = values.name_of(_ACTIVATIONS, dtypes, pairs)
+    return _Step(name or "(a function that computes the same)", [gate] if up is None else [gate, up])
+
+
+def _operands(value: Value) -> list[Value]:
+    """Return the operands of an elementwise operation, of the size of its result."""
+    is_step = value.made_by in kept_arrays.ELEMENTWISE and not kept_arrays.is_product(value)
+    return value.whole_operands if is_step else []
 
 
 @functools.cache
