@@ -1,6 +1,7 @@
 """Advice to use gated_linear or activation_linear for a linear layer after an activation."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ _ACTIVATIONS = {
     "partial(jax.nn.gelu, approximate=False)": functools.partial(jax.nn.gelu, approximate=False),
     "jnp.tanh": jnp.tanh,
 }
+
+_UNNAMED = "(a function that computes the same)"
 
 # Number of elements for which an activation is evaluated. It is no size of an array in a model.
 _ELEMENTS = 61
@@ -52,21 +55,23 @@ def _of_matmul(matmul: Value, program: Program) -> Advice | None:
     h = origin(factors[0])
     sources, is_nonlinear, is_alone = _sources(h)
     # The mask of dropout is recomputed from the random key, and not saved. Dropout follows the
-    # activation: `inner` is the array before it.
+    # activation, and divides its result by a constant.
     bits = {s for s in sources if s.made_by == "random_bits"}
     arrays = [s for s in sources if s not in bits]
     if not (is_nonlinear and is_alone and len(arrays) in (1, 2) and _is_for(matmul, h, sources)):
         return None
-    inner = next((v for v in reached([h], _operands) if not bits & _sources(v)[0].keys()), h)
-    found = _step(inner, arrays, program) if _sources(inner)[0].keys() == {*arrays} else None
+    without_bits = (v for v in reached([h], _operands) if _sources(v)[0].keys() == {*arrays})
+    steps = [*filter(None, (_step(v, arrays, program) for v in itertools.islice(without_bits, 3)))]
+    found = next((s for s in steps if s.activation != _UNNAMED), next(iter(steps), None))
     if found is None:
         return None
     gate, *up = found.arrays
     between = [
         v for v in program.by_origin if v not in (*sources, *up) and _is_between(v, sources)
     ]
-    # If `up` is computed elementwise, the arrays of its derivative are still saved.
-    members = program.saved_of([v for v in between if up == arrays[1:] or gate in _sources(v)[0]])
+    if not {*up} <= {*arrays}:  # `up` is computed elementwise: its derivative still saves arrays
+        between = [v for v in between if gate in _sources(v)[0]]
+    members = program.saved_of(between)
     members += program.zeros_like(h)[: bool(members)]  # some derivatives save an array of zeros
     function = "gated_linear" if up else "activation_linear"
     weight = factors[1]
@@ -135,7 +140,7 @@ def _verified(h: Value, gate: Value, up: Value | None) -> _Step | None:
     dtypes = [v.dtype for v in reached([h], _operands)]
     pairs = [(x, results[0])] if up is not None else [(d.arrays[gate], d(h)) for d in draws]
     name = values.name_of(_ACTIVATIONS, dtypes, pairs)
-    return _Step(name or "(a function that computes the same)", [gate] if up is None else [gate, up])
+    return _Step(name or _UNNAMED, [gate] if up is None else [gate, up])
 
 
 def _operands(value: Value) -> list[Value]:

@@ -131,7 +131,9 @@ def _ours(value: Value, program: Program) -> Loss | None:
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
             logits = kept_arrays.uncast(value)
             inside = [] if logits is value else [value]
-            used_by = {v for v in kept_arrays.users(value) if v.made_by == user.made_by}
+            casts = reached([value], lambda v: () if v is logits else v.operands)
+            calls = (v for v in kept_arrays.users(value) if v.made_by == user.made_by)
+            used_by = {*casts, *calls} - {logits}
             return _uncapped(Loss(logits, inside, used_by, user.source, name), program)
     return None
 
@@ -175,7 +177,7 @@ def _until_result(
         before = kept_arrays.reached([result], lambda v: [o for o in v.operands if o in after])
         made_of = [v for v in before if v is not result and v is not logits]
         if kept_arrays.are_used_only_by(made_of, before, program, ("argmax",)):
-            return {*before}
+            return {*before} - {logits}
     return None
 
 

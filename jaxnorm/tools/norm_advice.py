@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.tools import kept_arrays, values
@@ -177,6 +178,9 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     found = (_verified(x, inside, results, normalised) for x in xs if results)
     if (norm := next(filter(None, found), None)) is None:
         return None
+    before = [v for v in normalised if v not in results]
+    if norm.activation and not kept_arrays.are_used_only_by(before, inside, program):
+        return None  # other code needs the norm's result without the activation
     is_free = all(t.made_by in _LINEAR for t in kept_arrays.users_outside([root], inside))
     again = _cast_again(results)
     # By the definition of a region, its operands from outside are made from arrays with one number
@@ -316,6 +320,8 @@ def _is_affine(
     The first two draws determine the scale and the bias of each element.
     """
     for result in results:
+        if not jnp.issubdtype(result.dtype, jnp.inexact):
+            return False
         first, second, *others = (draw(result).reshape(q.shape) for draw, q in zip(draws, quotients))
         scale = (first - second) / (quotients[0] - quotients[1])
         bias = first - scale * quotients[0]
@@ -357,10 +363,11 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
     except values.UnknownError:
         return None
     activation = values.name_of(_ACTIVATIONS, [root.dtype, *[v.dtype for v in region]], pairs)
-    if activation is None:
+    inside = {*way, *region}
+    before = [v for v in inside if v not in out]
+    if activation is None or not kept_arrays.are_used_only_by(before, inside, program):
         return None
-    users = kept_arrays.users_outside(way, {*region, *way})
-    is_free = all(user.made_by == STACKED for user in users)
+    is_free = all(user.made_by == STACKED for user in kept_arrays.users_outside(way, inside))
     if any(program.by_origin.get(v) in program.advised for v in region):
         return None  # the advice found earlier, for a linear layer, frees more memory
     freed = [v for v in region if v not in out] + (way if is_free else [])

@@ -78,7 +78,8 @@ class Draw:
             try:
                 with np.errstate(all="ignore"):
                     self.arrays[value] = self._computed(value)
-            except (ValueError, IndexError, RecursionError) as error:  # sizes that do not fit
+            except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+                # For example, sizes that do not fit: the rows depend on one another.
                 raise UnknownError(value.made_by) from error
         return self.arrays[value]
 
