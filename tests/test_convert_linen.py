@@ -311,10 +311,8 @@ def test_functions_of_calls_that_are_made_in_each_step(has_closure):
     made = []
 
     def step(factor):
-        if has_closure:
-            function = lambda norm, x: factor * x  # noqa: E731
-        else:
-            function = lambda norm, x: 2.0 * x  # noqa: E731
+        of_closure, alone = (lambda norm, x: factor * x), (lambda norm, x: 2.0 * x)
+        function = of_closure if has_closure else alone
         made.append(weakref.ref(function))
         with jaxnorm.linen.converted(calls={Scale: function}):
             return apply(variables, x)

@@ -271,9 +271,9 @@ class Calls:
         """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
-        if is_own and kind.__name__.lower().endswith("norm"):
-            if all(np.ndim(a) <= 2 for a in parameters):
-                self.others[path] = kind.__name__
+        is_named = is_own and kind.__name__.lower().endswith("norm")
+        if is_named and all(np.ndim(a) <= 2 for a in parameters):
+            self.others[path] = kind.__name__
 
     def problems(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> list[str]:
         """Return sentences about modules that are not changed, and about classes without modules.
@@ -349,7 +349,7 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
 def _metaclass(kind: type) -> type:
     """Return a subclass of a metaclass, for classes of `with_call`, which pickle by `_reduced`."""
     made = type(kind.__name__, (kind,), {})
-    copyreg.pickle(made, _reduced)  # type: ignore[arg-type]
+    copyreg.pickle(made, _reduced)
     return made
 
 

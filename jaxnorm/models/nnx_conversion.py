@@ -93,7 +93,6 @@ def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
         raise
 
 
-
 def why_left(norm: Any, classes: Sequence[type]) -> str | None:
     """Return the reason why a norm is left to Flax; None if it is converted.
 

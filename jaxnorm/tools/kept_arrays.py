@@ -157,7 +157,9 @@ class Program:
         ]
         self.outputs = results[:count]
         computed = [v for v in self.outputs if origin(v).made_by not in ("argument", "literal")]
-        self.saved = [v for v in dict.fromkeys(computed) if v.bytes]
+        # XLA stores an array once, even if it is saved for each of several users that vary over
+        # other axes of a mesh.
+        self.saved = [*{_unvaried(v): v for v in reversed(computed) if v.bytes}.values()][::-1]
         self.by_origin = {origin(v): v for v in self.saved}
         self.advised: set[Value] = set()
 
@@ -276,6 +278,14 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
     if stacked.local == stacked.shape:
         stacked.local = (*stacked.shape[:axes], *part.local)
     return stacked
+
+
+def _unvaried(value: Value) -> tuple[Value, tuple[int, ...]]:
+    """Return the array that a saved array is a copy of, for other axes of a mesh; and its shape."""
+    shape = value.local
+    while value.made_by in (STACKED, "pvary"):
+        value = value.operands[0]
+    return value, shape
 
 
 def origin(value: Value) -> Value:
@@ -483,6 +493,14 @@ def copied(value: Value, copying: Container[str] = COPYING) -> Iterator[Value]:
         yield value
 
 
+def chain(value: Value, start: Value) -> list[Value]:
+    """Return a value, its first operand, the first operand of this operand, ... up to `start`."""
+    found = [value]
+    while found[-1] is not start:
+        found.append(found[-1].operands[0])
+    return found
+
+
 def uncast(value: Value) -> Value:
     """Follow an array back through casts, names and copies; return the original array."""
     *_, source = copied(value, {"convert_element_type"})
@@ -546,8 +564,8 @@ def is_zeros(value: Value, like: Value) -> bool:
 
     Some derivatives of JAX save such arrays.
     """
-    is_of_literals = all(v.made_by == "literal" for v in value.operands)
-    return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == like.shape
+    is_broadcast = value.made_by == "broadcast_in_dim" and number(value) is not None
+    return is_broadcast and value.shape == like.shape
 
 
 def is_reduced(value: Value, limit: int) -> bool:

@@ -1,9 +1,8 @@
 """Advice to use gated_linear or activation_linear for a linear layer after an activation."""
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,8 @@ import jax.numpy as jnp
 from jaxnorm.tools import kept_arrays, values
 from jaxnorm.tools.kept_arrays import STACKED, Advice, Program, Value, origin, reached
 
-
 # The activations that have a name in gated_linear and activation_linear, and further ones.
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[..., Any]] = {
     '"silu"': jax.nn.silu,
     '"gelu"': jax.nn.gelu,
     '"relu"': jax.nn.relu,
@@ -60,15 +58,13 @@ def _of_matmul(matmul: Value, program: Program) -> Advice | None:
     arrays = [s for s in sources if s not in bits]
     if not (is_nonlinear and is_alone and len(arrays) in (1, 2) and _is_for(matmul, h, sources)):
         return None
-    without_bits = (v for v in reached([h], _operands) if _sources(v)[0].keys() == {*arrays})
-    steps = [*filter(None, (_step(v, arrays, program) for v in itertools.islice(without_bits, 3)))]
+    ends = _before_dropout(h, bits) if bits else [h]
+    steps = [step for v in ends if (step := _step(v, arrays, program)) is not None]
     found = next((s for s in steps if s.activation != _UNNAMED), next(iter(steps), None))
     if found is None:
         return None
     gate, *up = found.arrays
-    between = [
-        v for v in program.by_origin if v not in (*sources, *up) and _is_between(v, sources)
-    ]
+    between = [v for v in program.by_origin if v not in (*sources, *up) and _is_between(v, sources)]
     if not {*up} <= {*arrays}:  # `up` is computed elementwise: its derivative still saves arrays
         between = [v for v in between if gate in _sources(v)[0]]
     members = program.saved_of(between)
@@ -83,6 +79,22 @@ def _of_matmul(matmul: Value, program: Program) -> Advice | None:
     how = f"replace the {what} with jaxnorm.{function}, with {options}{dropout}: only {saved} saved"
     instead = sum(map(program.extra_bytes, found.arrays))
     return Advice(function, matmul.source, how, members, instead, matmul.layers)
+
+
+def _before_dropout(h: Value, bits: set[Value]) -> list[Value]:
+    """Return the arrays from which h is computed with the random bits of dropout alone."""
+    found = []
+    for value in reached([h], _operands):
+        others, queue = set[Value](), [h]
+        while queue:
+            v = queue.pop()
+            if v is not value:
+                others.add(v)
+                queue += _operands(v)
+        sources = [v for v in others if not _operands(v)]
+        if not bits & _sources(value)[0].keys() and all({*_sources(v)[0]} <= bits for v in sources):
+            found.append(value)
+    return found
 
 
 class _Step(NamedTuple):
@@ -113,7 +125,9 @@ def _step(h: Value, arrays: Sequence[Value], program: Program) -> _Step | None:
         return None
 
     def saved(source: Value) -> int:
-        own = [v for v in program.by_origin if _sources(v)[0].keys() == {source} and v is not source]
+        own = [
+            v for v in program.by_origin if _sources(v)[0].keys() == {source} and v is not source
+        ]
         return sum(v.bytes for v in own)
 
     gate, up = sorted(arrays, key=saved, reverse=True)
@@ -124,21 +138,22 @@ def _verified(h: Value, gate: Value, up: Value | None) -> _Step | None:
     """Return the activation f if h is f(gate), or f(gate) * up, and None otherwise."""
     # An axis of another size than the program's cannot be combined with other arrays.
     shape = (1,) * (len(gate.shape) - 1) + (_ELEMENTS,)
-    draws = values.draws({gate: shape} if up is None else {gate: shape, up: shape})
-    x = draws[0].arrays[gate]
+    inputs = {gate: shape} if up is None else {gate: shape, up: shape}
+    draws = values.draws(inputs, (1.0, 10.0, 100.0))  # also of the size at which functions clip
     try:
-        results = [draw(h) for draw in draws]
+        pairs = [(draw.arrays[gate], draw(h)) for draw in draws]
         if up is not None:
             # With the same gate, h must be proportional to up.
-            ups = [draw.arrays[up] for draw in draws]
-            results = [values.Draw({gate: x, up: a}, draws[0])(h) / a for a in ups]
+            pairs = [(x, y / draw.arrays[up]) for (x, y), draw in zip(pairs, draws)]
+            for (x, y), draw in zip(pairs, draws[1:] + draws[:1]):
+                other = draw.arrays[up]
+                if not values.agree(values.Draw({gate: x, up: other}, draw)(h) / other, y):
+                    return None
     except values.UnknownError:
         return None
-    is_step = up is None or all(values.agree(y, results[0]) for y in results)
-    if draws[0].drawn or not is_step:
+    if draws[0].drawn:
         return None
     dtypes = [v.dtype for v in reached([h], _operands)]
-    pairs = [(x, results[0])] if up is not None else [(d.arrays[gate], d(h)) for d in draws]
     name = values.name_of(_ACTIVATIONS, dtypes, pairs)
     return _Step(name or _UNNAMED, [gate] if up is None else [gate, up])
 

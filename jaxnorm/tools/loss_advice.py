@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
-from scipy import special
 
 from jaxnorm.tools import kept_arrays, values
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
@@ -31,6 +30,13 @@ _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop
 _OF_CAPS = {
     "convert_element_type", "div", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub",
     "tanh", "add", *NAMING,
+}  # fmt: skip
+
+# Primitives of a weighted sum. The weights must not depend on a differentiated argument.
+_PRODUCTS = {"mul", "select_n"}
+_SUMS = {
+    "add", "add_any", "convert_element_type", "neg", "reduce_sum", "reshape", "scan", "squeeze",
+    "sub", STACKED, *NAMING,
 }  # fmt: skip
 
 # Number of elements for which a softcap is evaluated. It is no size of an array in a model.
@@ -55,6 +61,7 @@ class Loss:
       inside: the arrays, as large as the logits, that are computed from the logits and used only by
         the loss.
       used_by: all arrays that the loss computes from the logits, and its result.
+      results: the losses of the rows, or their log-probabilities.
       source: the user's line that computes the loss.
       ours: name of jaxnorm's function that computes the loss; None for a loss in plain JAX.
       options: text of the advice about the softcap; "" if there is none.
@@ -63,6 +70,7 @@ class Loss:
     logits: Value
     inside: Sequence[Value]
     used_by: set[Value]
+    results: Sequence[Value]
     source: str
     ours: str | None
     options: str = ""
@@ -131,10 +139,10 @@ def _ours(value: Value, program: Program) -> Loss | None:
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
             logits = kept_arrays.uncast(value)
             inside = [] if logits is value else [value]
-            casts = reached([value], lambda v: () if v is logits else v.operands)
-            calls = (v for v in kept_arrays.users(value) if v.made_by == user.made_by)
+            casts = kept_arrays.chain(value, logits)
+            calls = [v for v in kept_arrays.users(value) if v.made_by == user.made_by]
             used_by = {*casts, *calls} - {logits}
-            return _uncapped(Loss(logits, inside, used_by, user.source, name), program)
+            return _uncapped(Loss(logits, inside, used_by, calls, user.source, name), program)
     return None
 
 
@@ -149,20 +157,20 @@ def _plain(value: Value, program: Program) -> Loss | None:
     is_shifted = shifted.made_by == "sub" and shifted.operands[1].is_spread
     logits = kept_arrays.uncast(shifted.operands[0] if is_shifted else shifted)
     inside = _inside(logits)
-    used_by = _until_result(logits, inside, program) if value in inside else None
-    if used_by is None:
+    found = _until_result(logits, inside, program) if value in inside else None
+    if found is None:
         return None
     inside += _one_hots([logits, *inside])
-    return _uncapped(Loss(logits, inside, used_by, value.source, None), program)
+    return _uncapped(Loss(logits, inside, *found, value.source, None), program)
 
 
 def _until_result(
     logits: Value, inside: Sequence[Value], program: Program
-) -> set[Value] | None:
+) -> tuple[set[Value], Sequence[Value]] | None:
     """Find the array that is the cross-entropy of each row, or its log-probability.
 
-    Return all arrays that are computed from the logits on the way to this array, and the array, if
-    the program uses the logits' other arrays for nothing else. Otherwise, return None.
+    Return `Loss.used_by` and `Loss.results`, if the program uses the arrays that are computed from
+    the logits for nothing else. Otherwise, return None.
     """
     classes = logits.shape[-1]
     rows = logits.size // max(classes, 1)
@@ -177,7 +185,7 @@ def _until_result(
         before = kept_arrays.reached([result], lambda v: [o for o in v.operands if o in after])
         made_of = [v for v in before if v is not result and v is not logits]
         if kept_arrays.are_used_only_by(made_of, before, program, ("argmax",)):
-            return {*before} - {logits}
+            return {*before} - {logits}, [result]
     return None
 
 
@@ -190,7 +198,8 @@ def _is_cross_entropy(result: Value, logits: Value, draws: Sequence[values.Draw]
             rows = [draw.arrays[logits].reshape(-1, logits.shape[-1]) for draw in draws]
             if not 0 <= label < logits.shape[-1]:
                 continue
-            losses = [special.logsumexp(z, -1) - z[:, label] for z in rows]
+            # The logits are small enough for their exponentials.
+            losses = [np.log(np.exp(z).sum(-1)) - z[:, label] for z in rows]
             for sign in (1, -1):
                 pairs = zip(found, losses)
                 if all(y.size == a.size and values.agree(y, sign * a) for y, a in pairs):
@@ -314,6 +323,8 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     before = [v for v in (*path, *used_by) if v.size >= loss.logits.size]
     if not kept_arrays.are_used_only_by(before, used_by, program, _names(loss)[1:]):
         return None
+    if function == _FUNCTION and not _are_summed(loss.results, program):
+        return None
     members = program.saved_of([*loss.inside, *path])
     if function == _FUNCTION:
         frozen, instead = with_gradients(matmul, program)
@@ -336,6 +347,21 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     return Advice(_LINEAR[function], loss.source, how, members, instead, matmul.layers)
 
 
+def _are_summed(losses: Sequence[Value], program: Program) -> bool:
+    """Return True if only sums of losses are used, or sums of losses times constant weights."""
+
+    def users(value: Value) -> list[Value]:
+        return [v for v in value.users if v in program.live] if value.size > 1 else []
+
+    def is_linear(value: Value) -> bool:
+        of_losses = [v.is_active for v in value.operands]
+        if value.made_by == "div":
+            return of_losses == [True, False]
+        return value.made_by in _SUMS or (value.made_by in _PRODUCTS and sum(of_losses) == 1)
+
+    return all(v in losses or is_linear(v) for v in reached(losses, users))
+
+
 def from_matmul(logits: Value) -> list[Value] | None:
     """Find the matmul of a linear layer that computes the logits.
 
@@ -347,7 +373,7 @@ def from_matmul(logits: Value) -> list[Value] | None:
         if _is_slice(value) or value.made_by in kept_arrays.COPYING or value.made_by in NAMING:
             value = origin(value.operands[0])
         elif value.made_by == "add":
-            rest = [v for v in value.operands if not v.is_spread]
+            rest = value.whole_operands
             if len(rest) != 1:
                 return None
             value = origin(rest[0])

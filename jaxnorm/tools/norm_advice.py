@@ -9,7 +9,6 @@ operations compute a norm.
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -232,7 +231,8 @@ class _Norm(NamedTuple):
         )
         given = " and ".join(filter(None, options))
         function = f"{self.name}({activation})" if activation else self.name
-        ours = "the GroupNorm of jaxnorm.linen or nnx" if is_module else f"jaxnorm.{self.name}"
+        modules = "jaxnorm.nnx or linen" if activation else "jaxnorm.nnx, linen or equinox"
+        ours = f"the GroupNorm of {modules}" if is_module else f"jaxnorm.{self.name}"
         what = f"the norm {{at}}{f' and the {self.activation} after it' if activation else ''}"
         saved = "only its input and its result are" if activation else "only its result is"
         how = f"replace {what} with {ours}{f', with {given}' if given else ''}: {saved} saved"
@@ -253,7 +253,8 @@ def _verified(
             continue
         # The program may reshape x for the sums. Axes that are reshaped or summed over are
         # evaluated in full.
-        common = len(os.path.commonprefix([root.shape, shape]))
+        unequal = (i for i, (m, n) in enumerate(zip(root.shape, shape)) if m != n)
+        common = next(unequal, len(root.shape))
         drawn = values.rows_of(root.shape, {*axes, *range(common, len(root.shape))})
         of_rows = kept_arrays.reached(
             [s for s in sums if s.operands[0].shape == shape],
@@ -322,7 +323,9 @@ def _is_affine(
     for result in results:
         if not jnp.issubdtype(result.dtype, jnp.inexact):
             return False
-        first, second, *others = (draw(result).reshape(q.shape) for draw, q in zip(draws, quotients))
+        first, second, *others = (
+            draw(result).reshape(q.shape) for draw, q in zip(draws, quotients)
+        )
         scale = (first - second) / (quotients[0] - quotients[1])
         bias = first - scale * quotients[0]
         pairs = zip(others, quotients[2:], strict=True)

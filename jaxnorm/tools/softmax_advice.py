@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from scipy import special
 
 from jaxnorm.tools import kept_arrays, values
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
@@ -66,13 +65,13 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
         # For reshaped or transposed logits, causal=True would apply to other axes.
         option = option and _WHERE
     options += [option] * bool(option and is_last)
-    members = program.saved_of([exponential, *mask * is_last])
+    members = program.saved_of([exponential, *(mask if is_last else ())])
     how = "replace the softmax {at} with jaxnorm.softmax"
     how += f", with {' and '.join(options)}" if options else ""
     if moves:
         how += f", and {' and '.join(moves)} its logits in place of its result"
     if kept_arrays.is_called_by(exponential, "flax"):
-        how += " (in Flax's attention, pass attention_fn=dot_product_attention of jaxnorm.nnx or linen)"
+        how += " (in Flax's attention: attention_fn=jaxnorm.nnx.dot_product_attention, or linen's)"
     how += ": only its result is saved"
     return Advice("softmax", exponential.source, how, members, 0, exponential.layers)
 
@@ -95,10 +94,14 @@ def _softmax_axis(quotient: Value, logits: Value) -> int | None:
         shape = values.rows_of(source.shape, [of_source])
         draws = values.draws({source: shape}, (1.0, 10.0, 1.0))
         with contextlib.suppress(values.UnknownError):
-            pairs = [(draw(quotient), special.softmax(draw(logits), axis)) for draw in draws]
-            if all(values.agree(*pair) for pair in pairs):
+            if all(values.agree(draw(quotient), _softmax(draw(logits), axis)) for draw in draws):
                 return axis
     return None
+
+
+def _softmax(logits: np.ndarray, axis: int) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(axis, keepdims=True))
+    return exponentials / exponentials.sum(axis, keepdims=True)
 
 
 def _of_ours(result: Value, program: Program) -> Advice | None:

@@ -7,13 +7,13 @@ float64, with random numbers in place of its inputs.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import special
 
 from jaxnorm.tools.kept_arrays import NAMING, Program, Value, reached
 
@@ -51,8 +51,8 @@ class Draw:
     """The values of a program's arrays, for given values of some of them.
 
     Other arrays that the program does not compute from the given ones get random values, unless
-    they are computed from literals and integers. An array may have the size 1 where the program has more
-    elements, all of which are equal. Dtypes of floats are ignored: all are float64.
+    they are computed from literals and integers. An array may have the size 1 where the program has
+    more elements, all of which are equal. Dtypes of floats are ignored: all are float64.
 
     Attributes:
       arrays: the values that are known so far.
@@ -68,7 +68,9 @@ class Draw:
         """
         self.arrays: dict[Value, np.ndarray] = dict(given)
         self.drawn: dict[Value, np.ndarray] = {} if first is None else first.drawn
-        self._dependent = reached(given, _users) if first is None else first._dependent
+        self._dependent: dict[Value, None] = (
+            reached(given, _users) if first is None else first._dependent
+        )
         self._sizes = {n for a in given.values() for n in np.shape(a) if n > _ROWS}
         self._random = np.random.default_rng(len(self.drawn))
 
@@ -97,7 +99,9 @@ class Draw:
         if value not in self.drawn:
             shape = tuple(n if n in self._sizes else 1 for n in value.shape)
             if jnp.issubdtype(value.dtype, jnp.inexact):
-                self.drawn[value] = self._random.normal(size=shape)
+                # Large numbers, too, for which functions such as relu6 differ from others.
+                sizes = 10 ** self._random.uniform(0, 2, shape)
+                self.drawn[value] = self._random.normal(size=shape) * sizes
             elif value.dtype == bool:
                 self.drawn[value] = self._random.random(shape) < 0.5
             elif np.issubdtype(value.dtype, np.integer):  # an index: of one element of all rows
@@ -231,14 +235,16 @@ def _reshaped(value: Value, a: np.ndarray) -> np.ndarray:
 
 def _iota(value: Value) -> np.ndarray:
     axis = value.equation.params["dimension"]
-    return np.arange(value.shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(value.shape))])
+    return np.arange(value.shape[axis]).reshape(
+        [-1 if i == axis else 1 for i in range(len(value.shape))]
+    )
 
 
 def _joined(value: Value, *arrays: np.ndarray) -> np.ndarray:
     axis = value.equation.params["dimension"]
     whole = [_whole(a, v.shape, [axis]) for a, v in zip(arrays, value.operands)]
-    others = np.broadcast_shapes(*[a.shape[:axis] + (1,) + a.shape[axis + 1 :] for a in whole])
-    shapes = [others[:axis] + (a.shape[axis],) + others[axis + 1 :] for a in whole]
+    others = np.broadcast_shapes(*[(*a.shape[:axis], 1, *a.shape[axis + 1 :]) for a in whole])
+    shapes = [(*others[:axis], a.shape[axis], *others[axis + 1 :]) for a in whole]
     return np.concatenate([np.broadcast_to(a, s) for a, s in zip(whole, shapes)], axis)
 
 
@@ -276,26 +282,27 @@ def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.choose(which.astype(int), np.broadcast_arrays(*cases))
 
 
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and,
+    "cbrt": np.cbrt, "ceil": np.ceil, "cos": np.cos, "cosh": np.cosh,
+    "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
+    "div": np.divide, "eq": np.equal, "erf": np.vectorize(math.erf),
+    "erfc": np.vectorize(math.erfc), "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1,
+    "floor": np.floor, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
+    "le": np.less_equal, "log": np.log, "log1p": np.log1p, "lt": np.less,
+    "logistic": lambda a: 1 / (1 + np.exp(-a)),
+    "max": np.maximum, "min": np.minimum, "mul": np.multiply,
+    "ne": np.not_equal, "neg": np.negative, "not": np.invert,
+    "one_minus_square": lambda a: 1 - a * a, "or": np.bitwise_or, "pow": np.power,
+    "rsqrt": lambda a: 1 / np.sqrt(a), "select_n": _selected, "sign": np.sign,
+    "sin": np.sin, "sinh": np.sinh, "sqrt": np.sqrt, "square": np.square,
+    "sub": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor,
+}  # fmt: skip
+
+# Maps the name of a primitive to a function that takes the value, and the values of its operands.
 _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     **dict.fromkeys(NAMING, lambda value, a, *_: a),
-    **{
-        name: _elementwise(function)
-        for name, function in {
-            "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and,
-            "cbrt": np.cbrt, "ceil": np.ceil, "cos": np.cos, "cosh": np.cosh,
-            "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
-            "div": np.divide, "eq": np.equal, "erf": special.erf, "erf_inv": special.erfinv,
-            "erfc": special.erfc, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1,
-            "floor": np.floor, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
-            "le": np.less_equal, "log": np.log, "log1p": np.log1p, "logistic": special.expit,
-            "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
-            "ne": np.not_equal, "neg": np.negative, "not": np.invert,
-            "one_minus_square": lambda a: 1 - a * a, "or": np.bitwise_or, "pow": np.power,
-            "rsqrt": lambda a: 1 / np.sqrt(a), "select_n": _selected, "sign": np.sign,
-            "sin": np.sin, "sinh": np.sinh, "sqrt": np.sqrt, "square": np.square,
-            "sub": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor,
-        }.items()
-    },
+    **{name: _elementwise(function) for name, function in _ELEMENTWISE.items()},
     "broadcast_in_dim": _broadcast,
     "concatenate": _joined,
     "convert_element_type": _cast,
@@ -308,4 +315,4 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "reshape": _reshaped,
     "squeeze": lambda value, a: np.squeeze(a, value.equation.params["dimensions"]),
     "transpose": lambda value, a: np.transpose(a, value.equation.params["permutation"]),
-}  # fmt: skip
+}
