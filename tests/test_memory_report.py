@@ -620,7 +620,7 @@ def test_arguments_without_floats(tokens):
 
     with pytest.raises(TypeError):
         jax.grad(loss)(tokens, 2.0)
-    with pytest.raises(TypeError, match="^memory_report: argument 0 of f has only arrays of .*argn"):
+    with pytest.raises(TypeError, match=r"^memory_report: argument 0 of f has only .*argnums="):
         memory_report(loss, tokens, 2.0)
     assert memory_report(loss, tokens, 2.0, argnums=1).total > 0
 

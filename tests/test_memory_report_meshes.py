@@ -71,7 +71,7 @@ def test_bytes_of_one_device(program, kind):
 
 
 def test_copies_for_other_axes_of_a_mesh():
-    """In `jax.shard_map`, an array that varies over one more axis is a copy, which XLA saves once."""
+    """In `jax.shard_map`, an array that varies over one more axis is a copy: XLA saves it once."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def layer(x, w):

@@ -9,7 +9,7 @@ operations compute a norm.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,7 +46,8 @@ def norms(program: Program) -> Iterator[Advice]:
 
     In GroupNorm, x may also be reshaped for the sums.
     """
-    found = (_of_norm(root, region, program) for root, region in _regions(program))
+    verified: dict[Hashable, _Norm | None] = {}  # equal layers are verified once
+    found = (_of_norm(root, region, program, verified) for root, region in _regions(program))
     yield from filter(None, found)
 
 
@@ -164,7 +165,12 @@ def _is_by_a_root(value: Value) -> bool:
     return False
 
 
-def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
+def _of_norm(
+    root: Value,
+    region: Sequence[Value],
+    program: Program,
+    verified: dict[Hashable, "_Norm | None"],
+) -> Advice | None:
     inside = {root, *region}
     # A norm divides x by the root of a mean of squares. The norm's results are the quotient, and
     # the values that are computed from the quotient. Values before the division, such as a cast of
@@ -172,10 +178,13 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     normalised = _computed_from(region, _is_by_a_root)
     out = _leaving(root, region)
     results = [v for v in out if v in normalised]
-    # The norm's x may be the root, or a sum of the root and a linear layer's bias.
-    xs = [root, *[v for v in region if v.made_by == "add" and v not in normalised]]
-    found = (_verified(x, inside, results, normalised) for x in xs if results)
-    if (norm := next(filter(None, found), None)) is None:
+    key = values.signature([root, *region])
+    if results and key not in verified:
+        # The norm's x may be the root, or the root plus a linear layer's bias, times a number.
+        xs = [v for v in region if v.made_by in ("add", "mul") and v not in normalised]
+        found = (_verified(x, inside, results, normalised) for x in (root, *xs))
+        verified[key] = next(filter(None, found), None)
+    if (norm := verified.get(key)) is None:
         return None
     before = [v for v in normalised if v not in results]
     if norm.activation and not kept_arrays.are_used_only_by(before, inside, program):
@@ -265,13 +274,17 @@ def _verified(
         for epsilon, name in itertools.product(epsilons, ("rms_norm", "layer_norm")):
             # For an x of the size of sqrt(epsilon), it matters where epsilon is added.
             draws = values.draws({root: drawn}, (1.0, 1.0, epsilon**0.5, 10.0))
-            xs = [draw.arrays[root].reshape(drawn[:common] + shape[common:]) for draw in draws]
-            pairs = [_normalised(x, axes, epsilon, name == "layer_norm") for x in xs]
-            roots = [a for a, _ in pairs]
-            wide = [np.broadcast_to(a, x.shape).reshape(drawn) for a, x in zip(roots, xs)]
-            if not any(_is_root(v, draws, roots) or _is_root(v, draws, wide) for v in of_rows):
+            quotients, divisors = list[np.ndarray](), [*of_rows]
+            for draw in draws:
+                x = draw.arrays[root].reshape(drawn[:common] + shape[common:])
+                divisor, quotient = _normalised(x, axes, epsilon, name == "layer_norm")
+                wide = np.broadcast_to(divisor, x.shape).reshape(drawn)
+                divisors = [v for v in divisors if _is_divisor(v, draw, divisor, wide)]
+                quotients.append(quotient.reshape(drawn))
+                if not divisors:
+                    break
+            if not divisors:
                 continue
-            quotients = [quotient.reshape(drawn) for _, quotient in pairs]
             with contextlib.suppress(values.UnknownError):
                 if _is_affine(results, draws, quotients):
                     activation = None
@@ -295,20 +308,16 @@ def _normalised(
     return root, centred / root
 
 
-def _is_root(value: Value, draws: Sequence[values.Draw], roots: Sequence[np.ndarray]) -> bool:
+def _is_divisor(value: Value, draw: values.Draw, divisor: np.ndarray, wide: np.ndarray) -> bool:
     """Return True if a value is the root by which a norm divides, or its reciprocal.
 
-    The value may have axes of size 1 where `roots` have more elements, or no such axes.
+    The value may have the shape of `divisor`, without axes of size 1, or broadcast to `wide`.
     """
     with contextlib.suppress(values.UnknownError):
-        found = [draw(value) for draw in draws]
-        if found[0].ndim != roots[0].ndim:
-            if found[0].size != roots[0].size:
-                return False
-            found = [a.reshape(root.shape) for a, root in zip(found, roots)]
-        return any(
-            all(values.agree(a, root**exponent) for a, root in zip(found, roots))
-            for exponent in (-1.0, 1.0)
+        found = draw(value)
+        expected = divisor.reshape(found.shape) if divisor.size == found.size else wide
+        return found.ndim == expected.ndim and any(
+            values.agree(found, a) for a in (expected, 1 / expected)
         )
     return False
 

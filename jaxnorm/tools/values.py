@@ -8,7 +8,7 @@ float64, with random numbers in place of its inputs.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -127,6 +127,24 @@ def draws(inputs: dict[Value, tuple[int, ...]], scales: Iterable[float] = (1.0,)
         given = {value: scale * random.normal(size=shape) for value, shape in inputs.items()}
         made.append(Draw(given, made[0] if made else None))
     return made
+
+
+def signature(computed: Sequence[Value]) -> Hashable:
+    """Return an object that is equal for arrays that are computed by the same operations.
+
+    It includes the arrays that are computed from their sums, up to arrays of the first one's size.
+    """
+    sums = [user for v in computed for user in v.users if user.made_by == "reduce_sum"]
+    after = reached(sums, lambda v: [u for u in v.users if u.size < computed[0].size])
+    index = {value: i for i, value in enumerate(dict.fromkeys((*computed, *after)))}
+
+    def of(value: Value) -> Hashable:
+        return index.get(value, (value.made_by, value.shape, str(value.number)))
+
+    return tuple(
+        (v.made_by, v.shape, v.dtype, str(v.equation and v.equation.params), *map(of, v.operands))
+        for v in index
+    )
 
 
 def _is_of_integers(value: Value) -> bool:
