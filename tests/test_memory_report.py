@@ -153,6 +153,13 @@ def test_the_total_is_jax_s(capsys, name, stack):
 
 
 FOLLOWED = {
+    "activation_linear, float32": tuple(
+        functools.partial(gpt2, activation=act, has_bias=False, followed=followed)
+        for act, followed in (
+            (lambda h: jnp.tanh(h.astype(jnp.float32)).astype(h.dtype), False),
+            (jnp.tanh, True),
+        )
+    ),
     "activation_linear, vmap": tuple(
         functools.partial(gpt2, activation=jax.vmap(jax.nn.relu), followed=followed)
         for followed in (False, True)

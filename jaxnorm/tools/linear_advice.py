@@ -67,6 +67,15 @@ def _of_matmul(matmul: Value, program: Program) -> Advice | None:
     between = [v for v in program.by_origin if v not in (*sources, *up) and _is_between(v, sources)]
     if not {*up} <= {*arrays}:  # `up` is computed elementwise: its derivative still saves arrays
         between = [v for v in between if gate in _sources(v)[0]]
+    instead = 0
+    for array in found.arrays:
+        narrow = kept_arrays.uncast(array)
+        is_own = all(v.made_by == STACKED or _is_between(v, sources) for v in array.users)
+        if is_own and narrow.dtype.itemsize < array.dtype.itemsize:
+            # The program casts the array to more bits. jaxnorm's functions save it without a cast.
+            between.append(array)
+            array = narrow
+        instead += program.extra_bytes(array)
     members = program.saved_of(between)
     members += program.zeros_like(h)[: bool(members)]  # some derivatives save an array of zeros
     function = "gated_linear" if up else "activation_linear"
@@ -77,7 +86,6 @@ def _of_matmul(matmul: Value, program: Program) -> Advice | None:
     saved = "gate and up are" if up else "the activation's input is"
     dropout = " (its dropout goes into product=)" if bits else ""
     how = f"replace the {what} with jaxnorm.{function}, with {options}{dropout}: only {saved} saved"
-    instead = sum(map(program.extra_bytes, found.arrays))
     return Advice(function, matmul.source, how, members, instead, matmul.layers)
 
 

@@ -99,10 +99,6 @@ def _root(value: Value) -> Value:
         value = same[0]
 
 
-def _nonlinear(region: Iterable[Value]) -> list[Value]:
-    return [v for v in region if v.made_by in kept_arrays.NONLINEAR]
-
-
 def _computed_from(region: Iterable[Value], is_first: Callable[[Value], bool]) -> set[Value]:
     """Return the values for which `is_first` returns True, and all that are computed from them."""
     found: set[Value] = set()
