@@ -260,6 +260,23 @@ def test_converted_again(caplog):
     assert "a (" not in "".join(record.getMessage() for record in caplog.records)
 
 
+def test_functions_whose_variables_change():
+    """A function of an earlier conversion is not used again if its variables have changed."""
+    x = normal((4, WIDTH))
+
+    def converted(factors):
+        def call(norm, x):
+            return factor * x
+
+        for factor in factors:
+            yield jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: call})
+
+    models = [*converted([2.0, 3.0])]
+    (model,) = converted([2.0])
+    np.testing.assert_array_equal(models[1]["a"](x), 3 * x)
+    np.testing.assert_array_equal(model["a"](x), 2 * x)
+
+
 def test_classes_that_were_not_found(caplog):
     jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), calls={NnxNorm: of_nnx})
     jaxnorm.equinox.convert(eqx.nn.LayerNorm(4), calls={EqxNorm: of_equinox})

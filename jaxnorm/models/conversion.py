@@ -307,21 +307,28 @@ def identity(function: Any) -> Any:
 
     So a lambda that a step of training makes anew at each call stays one function. The data are
     the defaults and the variables of enclosing functions; they are compared by identity, unless
-    they are numbers, strings or functions themselves.
+    they are numbers or strings.
     """
     if isinstance(function, functools.partial):
-        options = sorted(function.keywords.items())
-        return "partial", identity(function.func), identity(function.args), identity(options)
-    if isinstance(function, types.FunctionType):
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        defaults = function.__defaults__, sorted((function.__kwdefaults__ or {}).items())
-        return function.__code__, id(function.__globals__), identity((*defaults, *cells))
+        options = tuple(sorted(function.keywords.items()))
+        return "partial", identity(function.func), _of_data((function.args, options))
     if isinstance(function, types.MethodType):
         return identity(function.__func__), id(function.__self__)
-    if isinstance(function, (tuple, list)):
-        return tuple(map(identity, function))
-    is_plain = function is None or isinstance(function, (bool, int, float, str))
-    return (type(function), function) if is_plain else id(function)
+    if not isinstance(function, types.FunctionType):
+        return id(function)
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a variable of the enclosing function that is not set yet
+        return id(function)
+    defaults = function.__defaults__, tuple(sorted((function.__kwdefaults__ or {}).items()))
+    return function.__code__, id(function.__globals__), _of_data((*defaults, *cells))
+
+
+def _of_data(data: Any) -> Any:
+    if isinstance(data, tuple):
+        return tuple(map(_of_data, data))
+    is_plain = data is None or isinstance(data, (bool, int, float, str))
+    return (type(data), data) if is_plain else id(data)
 
 
 def with_call(kind: type, function: Callable[..., Any]) -> type:
@@ -333,7 +340,8 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     kind = _ORIGINAL.get(kind, kind)
     key = kind, identity(function)
     made = _WITH_CALLS.get(key)
-    if made is None:
+    # Variables of the enclosing function may have changed since the class was made.
+    if made is None or identity(_FUNCTION[made]) != key[1]:
         contents = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
