@@ -268,7 +268,8 @@ def test_functions_whose_variables_change():
         def call(norm, x):
             return factor * x
 
-        for factor in factors:
+        for one in factors:
+            factor = one
             yield jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: call})
 
     models = [*converted([2.0, 3.0])]
