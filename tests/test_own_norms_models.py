@@ -138,10 +138,7 @@ def test_tunix(make, caplog):
         scale = float(jnp.max(jnp.abs(other)))
         np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-3 * scale)
     reports = memory_report(before, state), memory_report(after, state)
-    # For norms of queries and keys, the report can recommend two functions: one for the norm alone,
-    # and one for the norm with the rotation after it. `convert` replaces only the norms, so advice
-    # for norms with rotations may remain. `told` and `left` are the bytes that the advice would
-    # free, before and after the conversion.
+    # `told` and `left` are the bytes that the advice would free, before and after the conversion.
     told, left = (
         sum(row.saves for row in report if row.advice and row.advice.startswith("rms_norm"))
         for report in reports

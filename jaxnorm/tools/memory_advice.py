@@ -9,7 +9,6 @@ version of JAX renames one of these primitives, these recognisers must be update
 from collections.abc import Callable, Iterator
 
 from jaxnorm.tools import (
-    distillation_advice,
     kept_arrays,
     linear_advice,
     loss_advice,
@@ -93,12 +92,9 @@ COMMON = {*kept_arrays.COPYING, *kept_arrays.ELEMENTWISE, *NAMING, "broadcast_in
 #: Each recogniser is mapped to the primitives that it depends on in addition to `COMMON`.
 RECOGNISERS: dict[Callable[[Program], Iterator[Advice]], set[str]] = {
     linear_advice.linear_layers: {"dot_general", "random_bits"},
-    norm_advice.gated_sums: {"reduce_sum"},
     norm_advice.norms: {"reduce_sum"},
     norm_advice.activations: {"reduce_sum"},
-    norm_advice.rotations: norm_advice.STEPS,
     loss_advice.losses: loss_advice.PRIMITIVES,
-    distillation_advice.divergences: distillation_advice.PRIMITIVES,
     softmax_advice.softmaxes: softmax_advice.PRIMITIVES,
     cast_norms: set(),
     saved_twice: set(),
