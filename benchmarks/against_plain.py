@@ -76,8 +76,8 @@ def _plain_log_prob_and_entropy(z: Any, labels: Any) -> Any:
     return at_label, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
-def _attention(softmax: Function, query: Any, key: Any, value: Any) -> Any:
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+def _attention(softmax: Function, query: Any, key: Any, value: Any, scale: float = 64**-0.5) -> Any:
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale
     return jnp.einsum("bhqk,bkhd->bqhd", softmax(logits), value)
 
 
@@ -127,18 +127,23 @@ def _sum(add_norm: Function) -> Function:
     return lambda x, residual, scale: add_norm(x, residual, scale=scale)
 
 
-def _softmaxes(dtype: str, rows: int, cols: int) -> Iterator[tuple[str, Case]]:
-    softmaxes = _implementations(jaxnorm.softmax, "xla", "mosaic")
-    yield (
-        f"softmax {dtype} {rows}x{cols}",
-        Case((((rows, cols), dtype),), {PLAIN: jax.nn.softmax, **softmaxes}),
-    )
+def _softmaxes(dtype: str, rows: int, cols: int, to: str = "") -> Iterator[tuple[str, Case]]:
+    softmax = functools.partial(jaxnorm.softmax, dtype=to or dtype)
+    found = {
+        PLAIN: lambda x: jax.nn.softmax(x).astype(to or dtype),
+        **_implementations(softmax, "xla", "mosaic"),
+    }
+    name = f"softmax {dtype} {rows}x{cols}" + f" to {to}" * bool(to)
+    yield name, Case((((rows, cols), dtype),), found)
 
 
 def _attentions(batch: int, heads: int, length: int) -> Iterator[tuple[str, Case]]:
     """Attention of a vision transformer, whose number of keys is a square plus 1."""
     softmaxes = {PLAIN: jax.nn.softmax, **_implementations(jaxnorm.softmax, "xla", "mosaic")}
     found = {name: functools.partial(_attention, f) for name, f in softmaxes.items()}
+    found["scale="] = functools.partial(
+        _attention, functools.partial(jaxnorm.softmax, scale=64**-0.5), scale=1
+    )
     flax = importlib.import_module("flax.nnx")
     ours = importlib.import_module("jaxnorm.nnx")
     found |= {"flax.nnx": flax.dot_product_attention, "jaxnorm.nnx": ours.dot_product_attention}
@@ -243,6 +248,9 @@ def cases() -> dict[str, Case]:
     for dtype in ("bfloat16", "float32"):
         found += [_norms(dtype, *s) for s in ((65536, 197), (16384, 1025), (8192, 4097))]
         found += [_softmaxes(dtype, *s) for s in ((151296, 197), (110784, 577), (8192, 4097))]
+        found += [_softmaxes(dtype, *s) for s in ((151296, 192), (110784, 576))]
+    for cols in (192, 197, 577):
+        found += [_softmaxes("float32", 131072, cols, "bfloat16")]
     found += [_linear_losses("float32", 4096, 1024, 32000), _activations(8192, 8192, 2048)]
     found += [_activations(16384, 3072, 768), _vmapped(8192, 4096, 8), _scans(8192, 4096, 16)]
     return {name: case for each in found for name, case in each}
