@@ -120,11 +120,12 @@ def _norms(dtype: str, rows: int, cols: int) -> Iterator[tuple[str, Case]]:
     )
     plain = variants.add_then(variants.rms_norm)
     sums = {PLAIN: plain, **_implementations(jaxnorm.add_rms_norm, *names)}
-    yield f"add_rms_norm {shape}", Case((x, x, scale), {n: _sum(f) for n, f in sums.items()}, 3)
+    yield f"add_rms_norm {shape}", Case((x, scale, x), {n: _sum(f) for n, f in sums.items()}, 2)
 
 
 def _sum(add_norm: Function) -> Function:
-    return lambda x, residual, scale: add_norm(x, residual, scale=scale)
+    # The residual comes last. Its gradient is the gradient of x, and would be copied.
+    return lambda x, scale, residual: add_norm(x, residual, scale=scale)
 
 
 def _softmaxes(dtype: str, rows: int, cols: int, to: str = "") -> Iterator[tuple[str, Case]]:
@@ -259,18 +260,25 @@ def cases() -> dict[str, Case]:
 # ------------------------------------------------------------------------------------ measurement
 
 
-def _program(case: Case, function: Function, *, backward: bool) -> Function:
-    """Return a function of the operands, and for two passes of the cotangents."""
+#: The programs of a variant: the forward pass; both passes; and both passes, in which the backward
+#: pass starts after the forward pass, as in a training step. Without this order, XLA may merge the
+#: passes of plain JAX, and load each operand once for both.
+DIRECTIONS = ("fwd", "f+b", "apart")
 
-    def forward(*operands: Any) -> Any:
-        return function(*operands)
 
-    def both(operands: Any, cotangents: Any) -> Any:
+def _program(case: Case, function: Function, direction: str) -> Function:
+    """Return a function of the operands and of the cotangents of the results."""
+
+    def run(operands: Any, cotangents: Any) -> Any:
+        if direction == "fwd":
+            return function(*operands)
         given, constants = operands[: case.gradients], operands[case.gradients :]
-        results, pullback = jax.vjp(lambda *given: forward(*given, *constants), *given)
+        results, pullback = jax.vjp(lambda *given: function(*given, *constants), *given)
+        if direction == "apart":
+            results, cotangents = jax.lax.optimization_barrier((results, cotangents))
         return results, pullback(cotangents)
 
-    return both if backward else lambda operands, cotangents: forward(*operands)
+    return run
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -286,11 +294,11 @@ def _arrays(seed: int, types: tuple[tuple[Shape, str], ...], classes: int = 0) -
     return tuple(array(key, *each) for key, each in zip(keys, types))
 
 
-def _compiled(case: Case, name: str, *, backward: bool) -> Function | None:
+def _compiled(case: Case, name: str, direction: str) -> Function | None:
     """Compile a variant. Return None if its implementation does not support the call."""
     operands = jax.eval_shape(lambda: _arrays(0, case.operands, case.classes))
     results = jax.eval_shape(case.variants[PLAIN], *operands)
-    program = _program(case, case.variants[name], backward=backward)
+    program = _program(case, case.variants[name], direction)
     try:
         return jax.jit(program).lower(operands, results).compile()
     except ValueError:
@@ -343,70 +351,58 @@ def _measured(case: Case, programs: Mapping[str, Function]) -> dict[str, Figures
     }
 
 
-Key = tuple[str, bool]
+Key = tuple[str, str]
 
 
-def _keys(case: Case) -> list[Key]:
-    """Return a pair (variant, whether it includes the backward pass) for each program of a case."""
-    return [
-        (v, backward)
-        for backward in (False, True)[: 1 + bool(case.gradients)]
-        for v in case.variants
+def _all_compiled(chosen: Mapping[str, Case], threads: int) -> dict[str, dict[Key, Any]]:
+    """Compile the programs of all cases. Their keys are pairs (variant, direction)."""
+    keys = [
+        (name, (variant, direction))
+        for name, case in chosen.items()
+        for direction in DIRECTIONS[: None if case.gradients else 1]
+        for variant in case.variants
     ]
-
-
-def _all_compiled(chosen: Mapping[str, Case]) -> dict[str, dict[Key, Function | None]]:
-    """Compile the programs of all cases, several at a time unless compilers time matmuls."""
-    programs: dict[str, dict[Key, Function | None]] = {}
-    for has_matmul in (False, True):
-        keys = [(n, k) for n, c in chosen.items() if c.has_matmul is has_matmul for k in _keys(c)]
-
-        def compiled(key: tuple[str, Key]) -> Function | None:
-            name, (variant, backward) = key
-            return _compiled(chosen[name], variant, backward=backward)
-
-        with ThreadPoolExecutor(1 if has_matmul else 12) as pool:
-            for (name, key), program in zip(keys, pool.map(compiled, keys)):
-                programs.setdefault(name, {})[key] = program
+    programs: dict[str, dict[Key, Any]] = {}
+    with ThreadPoolExecutor(threads) as pool:
+        compiled = pool.map(lambda key: _compiled(chosen[key[0]], *key[1]), keys)
+        for (name, key), program in zip(keys, compiled):
+            programs.setdefault(name, {})[key] = program
     return programs
 
 
 def rows(case: Case, programs: Mapping[Key, Function | None]) -> list[tuple[str, ...]]:
     """Measure a case. Return the table's rows, one for each variant."""
     figures: dict[Key, Figures] = {}
-    for backward in (False, True):
-        ready = {v: p for (v, b), p in programs.items() if b is backward and p is not None}
-        figures |= {(v, backward): f for v, f in _measured(case, ready).items()}
+    for direction in DIRECTIONS:
+        ready = {v: p for (v, d), p in programs.items() if d == direction and p is not None}
+        if ready:
+            figures |= {(v, direction): f for v, f in _measured(case, ready).items()}
 
-    def cells(variant: str, backward: bool) -> tuple[str, ...]:
-        f, plain = figures.get((variant, backward)), figures.get((PLAIN, backward))
+    def cells(variant: str, direction: str) -> tuple[str, ...]:
+        f, plain = figures.get((variant, direction)), figures.get((PLAIN, direction))
         if f is None or plain is None:
-            return ("-",) * 5
+            return ("-",) * len(_COLUMNS)
         ratios = f"{f.us / plain.us:.2f}", f"{f.wall_us / plain.wall_us:.2f}"
         return f"{f.us:.0f}", *ratios, str(f.kernels), f"{f.temp / 1e6:.0f}"
 
-    return [(v, *cells(v, False), *cells(v, True)) for v in case.variants]
+    return [(v, *(cell for d in DIRECTIONS for cell in cells(v, d))) for v in case.variants]
 
 
-_HEADER = (
-    "variant",
-    *(
-        f"{d} {column}"
-        for d in ("fwd", "f+b")
-        for column in ("us", "ratio", "wall", "kernels", "MB")
-    ),
-)
+_COLUMNS = ("us", "ratio", "wall", "kernels", "MB")
+_HEADER = ("variant", *(f"{d} {column}" for d in DIRECTIONS for column in _COLUMNS))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="run only the cases whose names have a word")
     words = parser.parse_args().words
-    chosen = {n: c for n, c in cases().items() if not words or any(w in n for w in words)}
+    found = {n: c for n, c in cases().items() if not words or any(w in n for w in words)}
     print(jax.devices()[0].device_kind, jax.__version__, flush=True)
-    programs = _all_compiled(chosen)
-    for name, case in chosen.items():
-        print(f"\n{name}\n{table([_HEADER, *rows(case, programs[name])])}", flush=True)
+    for has_matmul in (False, True):
+        chosen = {name: case for name, case in found.items() if case.has_matmul is has_matmul}
+        programs = _all_compiled(chosen, threads=1 if has_matmul else 12)
+        for name, case in chosen.items():
+            print(f"\n{name}\n{table([_HEADER, *rows(case, programs[name])])}", flush=True)
 
 
 if __name__ == "__main__":
