@@ -76,9 +76,16 @@ def _plain_log_prob_and_entropy(z: Any, labels: Any) -> Any:
     return at_label, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
-def _attention(softmax: Function, query: Any, key: Any, value: Any, scale: float = 64**-0.5) -> Any:
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale
+def _attention(softmax: Function, query: Any, key: Any, value: Any) -> Any:
+    """Scale the query and attend, as Flax does."""
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query * 64**-0.5, key)
     return jnp.einsum("bhqk,bkhd->bqhd", softmax(logits), value)
+
+
+def _attention_of_heads(softmax: Function, query: Any, key: Any, value: Any) -> Any:
+    """Attend with heads before positions, and scale the logits."""
+    logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) * 64**-0.5
+    return jnp.einsum("bhqk,bhkd->bhqd", softmax(logits), value)
 
 
 def _scan_of(add_norm: Function, x: Any, residual: Any, scale: Any, *, steps: int) -> Any:
@@ -140,15 +147,15 @@ def _softmaxes(dtype: str, rows: int, cols: int, to: str = "") -> Iterator[tuple
 
 def _attentions(batch: int, heads: int, length: int) -> Iterator[tuple[str, Case]]:
     """Attention of a vision transformer, whose number of keys is a square plus 1."""
-    softmaxes = {PLAIN: jax.nn.softmax, **_implementations(jaxnorm.softmax, "xla", "mosaic")}
+    softmaxes = {PLAIN: jax.nn.softmax, **_implementations(jaxnorm.softmax, "xla")}
     found = {name: functools.partial(_attention, f) for name, f in softmaxes.items()}
-    found["scale="] = functools.partial(
-        _attention, functools.partial(jaxnorm.softmax, scale=64**-0.5), scale=1
-    )
     flax = importlib.import_module("flax.nnx")
     ours = importlib.import_module("jaxnorm.nnx")
     found |= {"flax.nnx": flax.dot_product_attention, "jaxnorm.nnx": ours.dot_product_attention}
     operand = ((batch, length, heads, 64), "bfloat16")
+    yield f"attention {batch}x{length}x{heads}", Case((operand,) * 3, found, 3, has_matmul=True)
+    found = {name: functools.partial(_attention_of_heads, f) for name, f in softmaxes.items()}
+    operand = ((batch, heads, length, 64), "bfloat16")
     yield f"attention {batch}x{heads}x{length}", Case((operand,) * 3, found, 3, has_matmul=True)
 
 
@@ -245,7 +252,8 @@ def cases() -> dict[str, Case]:
     found: list[Iterator[tuple[str, Case]]] = []
     for dtype in ("bfloat16", "float32"):
         found += [_scaled_losses(dtype, 8192, 32000)]
-    found += [_attentions(64, 12, 197), _attentions(16, 12, 577)]
+    for batch, length in ((64, 197), (8, 197), (16, 577), (4, 577)):
+        found += [_attentions(batch, 12, length)]
     for dtype in ("bfloat16", "float32"):
         found += [_norms(dtype, *s) for s in ((65536, 197), (16384, 1025), (8192, 4097))]
         found += [_softmaxes(dtype, *s) for s in ((151296, 197), (110784, 577), (8192, 4097))]
