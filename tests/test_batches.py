@@ -1,11 +1,16 @@
 """`jax.vmap` of every function over each operand equals a loop, in values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from functions import FUNCTIONS, SHAPES, Sizes, floats_in, gradients, operands_of, scalar
 from program_error import analyse, assert_analysed, assert_computes, values_of
+from programs import kernels_in
+
+import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -101,3 +106,31 @@ def test_a_batch_outside_jit(name):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
     assert_computes(jax.vmap(function, dims)(*whole), loop, *whole)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_rms_norm"])
+def test_a_batch_of_scales_reads_x_once(name):
+    """If only scales are mapped, plain JAX computes the forward pass, without copies of x.
+
+    The backward pass has a saved output for each scale, so its arrays are mapped, too.
+    """
+    x, scales = jnp.ones((4096, 1024)), jnp.ones((3, 1024))
+    options = {"bias": jnp.ones(1024)} if name == "layer_norm" else {}
+    residual = [x] if name == "add_rms_norm" else []
+
+    def run(x, scale, **given):
+        return getattr(jaxnorm, name)(x, *residual, scale, **options, **given)
+
+    def mapped(x, scales, **given):
+        return jax.vmap(lambda scale: run(x, scale, **given))(scales)
+
+    def both(x, scales):
+        results, vjp = jax.vjp(mapped, x, scales)
+        return results, vjp(results)
+
+    assert kernels_in(run, x, scales[0]) == 1
+    assert kernels_in(mapped, x, scales) == 0
+    assert kernels_in(functools.partial(mapped, implementation="mosaic"), x, scales) == 1
+    assert kernels_in(jax.vmap(mapped, (0, None)), jnp.stack([x, x]), scales) == 0
+    assert kernels_in(jax.vmap(run), jnp.stack([x, x, x]), scales) == 1
+    assert kernels_in(both, x, scales) == 1

@@ -120,6 +120,7 @@ class NormOptions:
         vary along `inner` instead of `cols`. They have the shape ``(n, inner)`` if the outer
         indices are divided into n groups of consecutive indices with separate parameters.
         Otherwise, they have the shape ``(inner,)``.
+      repeated: True if all groups of rows are copies of the same rows, with different parameters.
     """
 
     scale_dtype: np.dtype | None = None
@@ -144,6 +145,7 @@ class NormOptions:
     branch_scale_groups: int = 1
     scattered: bool = False
     inner_params: bool = False
+    repeated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
