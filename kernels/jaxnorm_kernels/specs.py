@@ -564,6 +564,11 @@ class Spec:
         return names if self.returns_mean else tuple(name for name in names if name != "mean")
 
     @functools.cached_property
+    def scale_may_overflow(self) -> bool:
+        """True if the product of a finite logit and the scale of a softmax may be infinite."""
+        return self.logits.has_scale or abs(self.logits.logits_scale) > 1
+
+    @functools.cached_property
     def plain(self) -> bool:
         """True if only the xla implementation has this pass."""
         takes_stats = self.direction == "bwd" and self.has_stats
