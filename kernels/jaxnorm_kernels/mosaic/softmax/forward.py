@@ -21,7 +21,13 @@ from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import present, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
-from jaxnorm_kernels.mosaic.rows.logits import Place, each_fragment, first_row, has_places, scaled_logits
+from jaxnorm_kernels.mosaic.rows.logits import (
+    Place,
+    each_fragment,
+    first_row,
+    has_places,
+    scaled_logits,
+)
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
