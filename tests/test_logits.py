@@ -161,7 +161,7 @@ def check_overflowing_rows(name, run, dtype, cols=72):
 @pytest.mark.parametrize("scale", [2.0, np.full((), 2.0)], ids=["number", "array"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_multiples_that_overflow(x64, name, scale, dtype):
-    """A row that is masked by the lowest finite number has an even softmax, also if it is scaled."""
+    """A row that is masked by the lowest finite number has an even softmax for any scale."""
     scale = scale if isinstance(scale, float) else jnp.asarray(scale)
     check_overflowing_rows(name, lambda x: FUNCTIONS[name][0](x, scale=scale), dtype)
 
