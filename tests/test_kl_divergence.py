@@ -204,7 +204,7 @@ def masked_rows(cols, dtype, *, reverse):
     The result is (x, teacher, `Divergence`). The columns of the four rows are masked as follows:
     only in P; in P by a moderate number and in Q by the lowest one; the other way round; in both by
     the lowest one. The divergences are computed with -1000 in place of these numbers. With a scale
-    of 2, these classes have a probability of 0, too.
+    of 2, they give the same probabilities: 0.
     """
     column, lowest = np.arange(cols), float(jnp.finfo(dtype).min)
     moderate = max(-1e9, lowest / 2)

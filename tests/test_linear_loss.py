@@ -309,7 +309,7 @@ def test_masks_of_classes(shape):
 def test_labels_outside(of):
     """A label out of range makes its loss or log-probability and the gradient of its row NaN.
 
-    The weight's gradient is a sum over rows, so it is NaN, too. The entropy and its gradient do not
+    The weight's gradient is a sum over rows, so it is also NaN. The entropy and its gradient do not
     depend on the label.
     """
     x, weight, bias, labels = operands(5, 16, 40)

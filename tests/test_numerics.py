@@ -283,8 +283,8 @@ def test_rows_that_are_too_short_to_save_their_output(function, cols, dtype):
 def test_short_rows(dtype, subtract_mean, cols):
     """Rows of few elements have a relative error of dx of at most two roundings.
 
-    One rounding is that of dx. The other is that of the saved y: it has the same effect as an error
-    of x_hat, in the N - 1 (LayerNorm: N - 2) degrees of freedom of a normalised row of N elements.
+    dx is rounded once. The saved y is also rounded, which has the same effect as an error of x_hat
+    in the N - 1 (LayerNorm: N - 2) degrees of freedom of a normalised row of N elements.
     """
     x, d = (rng(i).normal(size=(64 * ROWS, cols)) for i in range(2))
     x, d = jnp.asarray(x, dtype), jnp.asarray(d, dtype)
