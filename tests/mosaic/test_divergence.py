@@ -12,7 +12,14 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from programs import kernels_in
 from reference import assert_within, exact, of_roundings, rounding
 from specs import BF16, F16, F32, changed
-from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
+from test_kl_divergence import (
+    Divergence,
+    check_nearly_impossible,
+    check_special_rows,
+    masked_rows,
+    operands,
+    special_rows,
+)
 from test_losses_mosaic import LossForwardSchedule, check_linear_in_one_kernel
 
 import jaxnorm
@@ -182,6 +189,21 @@ def test_equal_logits(cols, dtype, program, options, reverse):
 def test_rows_of_all_kinds(reverse):
     y, dx = run(mosaic, *special_rows(200), reverse=reverse)
     check_special_rows(y, dx, reverse=reverse)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("program", [forward_and_backward, in_one_kernel])
+def test_masks_whose_multiples_overflow(program, dtype, reverse):
+    x, teacher, of = masked_rows(1000, dtype, reverse=reverse)
+    options = {"d": jnp.ones(4), "program": program, "reverse": reverse, "logits_scale": 2.0}
+    y, dx = run(mosaic, x, teacher, **options)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx, *of.gradient(jnp.ones(4)))
+
+
+def test_nearly_impossible_classes():
+    check_nearly_impossible(lambda x, teacher: run(mosaic, x, teacher)[0], 1000)
 
 
 @DIRECTIONS

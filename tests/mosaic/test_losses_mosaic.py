@@ -339,13 +339,17 @@ def test_rows_of_all_kinds(op):
     of_nan = [a.at[2].set(jnp.nan) for a in cotangents(op, d)]
     with mosaic.interpreted():
         *results, dx = forward_and_backward(spec)(x, labels, *of_nan, positions)
-    for a in (*results, dx.sum(-1)):
+    for a in (results[0], dx.sum(-1)):
         assert np.isnan(a).tolist() == [True, True, False, True, True, *[False] * 4]
+    for entropy in results[1:]:
+        assert np.isnan(entropy).tolist() == [*[False] * 3, True, True, *[False] * 4]
     assert np.isnan(dx).all(-1).tolist() == np.isnan(results[0]).tolist()
     for a in (*results, np.abs(dx).max(-1)):
         assert (a[2], a[8]) == (0, 0)
     assert not any(entropy[7] for entropy in results[1:])
-    check(op, x[5:], labels[5:], 3 * d[5:])
+    # A log-probability whose cotangent is 0 has no gradient, even if its label is not a class.
+    rows = jnp.array([0, 1, *range(5, 9)])
+    check(op, x[rows], labels[rows], 3 * d.at[0].set(0)[rows])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
