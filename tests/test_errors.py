@@ -56,8 +56,7 @@ OPTIONS = {
         (["gelu"], r"activation=\['gelu'\]; expected one of"),
     ],
     "logits_scale": [
-        (0, "logits_scale=0; expected a number above 0"),
-        (-1.0, "logits_scale=-1.0; expected a number above 0"),
+        (float("inf"), "logits_scale=inf; expected a finite number"),
     ],
     "logit_softcap": [
         (0, "logit_softcap=0; expected a number above 0"),

@@ -450,19 +450,19 @@ def finite_in(
     dtype: np.dtype,
     numbers: Mapping[str, float],
     *,
-    above_zero: bool = False,
+    underflow: bool = True,
 ) -> None:
     """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
-    If `above_zero` is True, raise it also for numbers that are 0 after the cast. `dtype` is the
-    dtype of the arithmetic. `numbers` maps the names of options to their values.
+    Unless `underflow` is True, raise it also for numbers other than 0 that are 0 after the cast.
+    `dtype` is the dtype of the arithmetic. `numbers` maps the names of options to their values.
     """
     for name, value in numbers.items():
         with np.errstate(over="ignore", under="ignore"):
             rounded = dtype.type(value)
-        if not np.isfinite(rounded) or (above_zero and rounded == 0):
+        if not np.isfinite(rounded) or (value and not rounded and not underflow):
             info = np.finfo(dtype)
-            least = f"from {info.smallest_subnormal:.2g} " if above_zero else ""
+            least = "" if underflow else f"from {info.smallest_subnormal:.2g} "
             raise ValueError(
                 f"{function}: {name}={value!r} is {rounded} in {dtype.name}, the dtype of the "
                 f"arithmetic; expected a size {least}up to {info.max:.2g}, or float64 arrays"

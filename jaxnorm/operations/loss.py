@@ -83,10 +83,10 @@ def softmax_cross_entropy_with_integer_labels(
         spread evenly over all classes. With a mask of classes, it must be 0.
       z_loss: a finite Python number of at least 0, the factor of ``L^2`` in the equation above.
       logits_scale: factor by which the logits are multiplied, such as 1 / temperature. It may be a
-        number above 0, a scalar array, or an array with a scale for each position. A scalar array
+        finite number, a scalar array, or an array with a scale for each position. A scalar array
         may be traced, so that a schedule of temperatures compiles once. An array with a scale for
         each position has as many axes as labels, and broadcasts to their shape. The values of an
-        array are not checked, and have no derivative.
+        array are not checked, and have no derivative. Kernels run only for numbers above 0.
       logit_softcap: a Python number above 0, the bound c of the logits, as in Gemma 2. None for no
         bound. With a bound of c, a logit of -inf becomes -c, so use ``where`` to exclude classes.
         In kernels, the absolute error of tanh is at most 2 ulps of 1.
@@ -270,7 +270,7 @@ def loss_call(
 def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
     """Raise ValueError unless the options of a loss are finite in `dtype`.
 
-    Raise it also if the scale of the logits or a softcap is 0 in `dtype`.
+    Raise it also if the scale of the logits or a softcap is not 0, but is rounded to 0.
 
     Args:
       function: name of the public function.
@@ -278,15 +278,15 @@ def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
       options: a `LossOptions`, or an object with the same attributes.
     """
     checks.finite_in(function, dtype, {"z_loss": options.z_loss})
-    positive: dict[str, float] = {"logits_scale": options.logits_scale}
+    factors: dict[str, float] = {"logits_scale": options.logits_scale}
     caps = {
         "logit_softcap": options.logit_softcap,
         "teacher_logit_softcap": options.teacher_softcap,
     }
     for name, cap in caps.items():
         if cap is not None:
-            positive |= {name: cap, f"logits_scale / {name}": options.logits_scale / cap}
-    checks.finite_in(function, dtype, positive, above_zero=True)
+            factors |= {name: cap, f"logits_scale / {name}": options.logits_scale / cap}
+    checks.finite_in(function, dtype, factors, underflow=False)
 
 
 def softcap(function: str, value: float | None, name: str = "logit_softcap") -> float | None:
@@ -493,10 +493,10 @@ def kl_divergence(
           position are excluded, its divergence is 0.
       reverse: True for KL(q || p) instead of KL(p || q).
       logits_scale: factor by which both arrays of logits are multiplied, such as 1 / temperature.
-        It may be a number above 0, a scalar array (which may be traced), or an array with a scale
+        It may be a finite number, a scalar array (which may be traced), or an array with a scale
         for each position. The latter has as many axes as the result, and broadcasts to the result's
-        shape. The values of an array are not checked, and have no derivative. The divergence is not
-        multiplied by the temperature squared.
+        shape. The values of an array are not checked, and have no derivative. Kernels run only for
+        numbers above 0. The divergence is not multiplied by the temperature squared.
       logit_softcap, teacher_logit_softcap: Python numbers above 0, the bounds of the student's and
         the teacher's logits. None for no bound. A softcap is applied after ``logits_scale``. If a
         model applies a softcap of c before it divides by a temperature T, use

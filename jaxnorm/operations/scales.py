@@ -51,7 +51,7 @@ def of_logits(
         `positions`.
     """
     if not is_array(value):
-        return Scale(checks.positive(function, "logits_scale", value))
+        return Scale(checks.number(function, "logits_scale", value))
     array = _checked(function, "logits_scale", value, dtype)
     if array.ndim and not checks.fits(array.shape, positions):
         raise ValueError(

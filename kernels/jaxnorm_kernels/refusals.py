@@ -36,6 +36,10 @@ NO_KERNEL: Table = (
         lambda s: s.logits.has_scale and s.is_softmax,
     ),
     (
+        "its loss kernels take a scale of logits above 0; others are plain JAX's",
+        lambda s: s.is_loss and s.logits.logits_scale <= 0,
+    ),
+    (
         "parameters of groups of rows that are not consecutive, or that are broadcast along "
         "normalised axes, are plain JAX's",
         lambda s: s.norm.scattered,

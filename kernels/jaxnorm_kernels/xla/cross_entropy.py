@@ -142,7 +142,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     scale = scale_of(residuals.logits_scale, spec)
     a = spec.loss.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
-    even = a / spec.cols if a else 0.0
+    even = a / spec.cols if a and 0 not in x.shape else 0.0
     target = jnp.where(at_label, jnp.asarray(1 - a + even, p.dtype), jnp.asarray(even, p.dtype))
     slope = p - target
     if spec.loss.z_loss:

@@ -47,7 +47,7 @@ from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.cross_entropy import without_padding
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.label_sums import Scale, scale_of, times
+from jaxnorm_kernels.xla.label_sums import Scale, magnitude, oriented, scale_of, times
 from jaxnorm_kernels.xla.reductions import (
     on_cpu,
     row_any,
@@ -63,11 +63,11 @@ _SMALL = 1.0
 
 
 class _Logits(NamedTuple):
-    """Logits z = factor * g, where g is x or, if the logits have a cap, tanh(scale * x / cap).
+    """Logits z = factor * g, where g is x or -x or, with a cap, tanh(scale * x / cap).
 
     Attributes:
       g: an array with the shape of x.
-      factor: the cap if there is one, otherwise the scale.
+      factor: the cap if there is one, otherwise the magnitude of the scale.
       slope: the derivative dz / dx. It is an array, or a number if there is no cap and the scale is
         a number.
     """
@@ -91,11 +91,11 @@ def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec
     `scale` is an array with a number for each row. None means that the scale is the static number
     `LogitsOptions.logits_scale`.
     """
-    factor = scale_of(scale, spec)
+    slope = scale_of(scale, spec)
     if cap is None:
-        return _Logits(x, factor, factor)
-    g = jnp.tanh(x.astype(spec.compute_dtype) * (factor / cap))
-    return _Logits(g, cap, factor * ((1 - g) * (1 + g)))
+        return _Logits(oriented(x, slope), magnitude(slope), slope)
+    g = jnp.tanh(x.astype(spec.compute_dtype) * (slope / cap))
+    return _Logits(g, cap, slope * ((1 - g) * (1 + g)))
 
 
 def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:

@@ -26,7 +26,7 @@ from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import cross_entropy
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, times_slope
+from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, oriented, scale_of, times_slope
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
@@ -137,6 +137,7 @@ def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
     If several columns have the largest logit, this is the first of them.
     """
     (x,), spec = cross_entropy.without_padding([operands.x], spec)
+    x = oriented(x, scale_of(operands.logits_scale, spec))
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     is_largest = kept == row_max(kept, spec)
     columns = jnp.where(is_largest, cross_entropy.columns(x.shape, spec), _NO_COLUMN)
