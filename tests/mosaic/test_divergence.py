@@ -449,18 +449,25 @@ def test_registers_of_one_kernel(cols, dtype, options, compiler):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("implementation", "has_scales"), [(None, False), (None, True), ("xla", False)]
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_nothing_else_of_the_logits_size(dtype, implementation, compiler):
-    """On a GPU, a program allocates only one array of the logits' size: the student's gradient."""
-    x = jax.ShapeDtypeStruct((4096, 50257), dtype, sharding=compiler.sharding)
+def test_nothing_else_of_the_logits_size(dtype, implementation, has_scales, compiler):
+    """On a GPU, a program allocates only one array of the logits' size: the student's gradient.
 
-    def step(x, teacher):
+    With a kernel, this also holds if each position has its own scale.
+    """
+    x = jax.ShapeDtypeStruct((4096, 50257), dtype, sharding=compiler.sharding)
+    scales = jax.ShapeDtypeStruct((4096,), F32, sharding=compiler.sharding)
+
+    def step(x, teacher, scales):
+        options = {"logits_scale": scales} if has_scales else {}
         divergence = functools.partial(jaxnorm.kl_divergence, implementation=implementation)
-        y, vjp = jax.vjp(lambda x: divergence(x, teacher), x)
+        y, vjp = jax.vjp(lambda x: divergence(x, teacher, **options), x)
         return y, *vjp(y)
 
-    made = hlo.made(jax.jit(step).lower(x, x).compile().as_text(), x.size)
+    made = hlo.made(jax.jit(step).lower(x, x, scales).compile().as_text(), x.size)
     assert made == (["custom-call"] if implementation is None else ["fusion"])
 
 

@@ -582,25 +582,29 @@ def test_registers(cols, dtype, op, options, registers, compiler):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("implementation", "has_scales"), [(None, False), (None, True), ("xla", False)]
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @each_loss
-def test_nothing_else_of_the_logits_size(op, dtype, implementation, compiler):
+def test_nothing_else_of_the_logits_size(op, dtype, implementation, has_scales, compiler):
     """On a GPU, a program allocates only one array of the logits' size: the logits' gradient.
 
-    By default the program is two kernels. With implementation="xla" it consists of fusions.
+    By default the program is two kernels, even if each position has its own scale. With
+    implementation="xla" it consists of fusions.
     """
     options = SMOOTHED if op == CE else {}
     function = functools.partial(
         getattr(jaxnorm, LOSSES[op].function), implementation=implementation, **options
     )
 
-    def step(x, labels, *d):
-        results, vjp = jax.vjp(lambda x: function(x, labels), x)
+    def step(x, labels, scales, *d):
+        scaled = {"logits_scale": scales} if has_scales else {}
+        results, vjp = jax.vjp(lambda x: function(x, labels, **scaled), x)
         return results, *vjp(d if op == LP else d[0])
 
     shapes = [((8, 512, 50257), dtype), ((8, 512), np.int32)]
-    shapes += [((8, 512), F32)] * LOSSES[op].results
+    shapes += [((8, 512), F32)] * (1 + LOSSES[op].results)
     arrays = [jax.ShapeDtypeStruct(s, t, sharding=compiler.sharding) for s, t in shapes]
     text = jax.jit(step).lower(*arrays).compile().as_text()
     made = hlo.made(text, 8 * 512 * 50257)
