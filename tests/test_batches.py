@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from functions import FUNCTIONS, SHAPES, Sizes, floats_in, gradients, operands_of, scalar
 from program_error import analyse, assert_analysed, assert_computes, values_of
+from programs import equations
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -101,3 +102,36 @@ def test_a_batch_outside_jit(name):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
     assert_computes(jax.vmap(function, dims)(*whole), loop, *whole)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_depends_on_no_batched_array_is_computed_once(name):
+    """Results and gradients have no batch axis if none of their operands has one.
+
+    This holds inside of `jax.vmap`, and if only tangents have a batch axis, as in `jax.hessian`. If
+    a result had a batch axis, ``out_axes=None`` would raise an error.
+    """
+    function, operands = FUNCTIONS[name].ours, operands_of(name)
+    wrt = floats_in(operands)
+    floats = tuple(operands[i] for i in wrt)
+
+    def both(*floats):
+        whole = [*operands]
+        for i, a in zip(wrt, floats, strict=True):
+            whole[i] = a
+        return function(*whole), gradients(function, wrt)(*whole)
+
+    def inside(b):
+        return both(*floats), b
+
+    def of_tangents(b):
+        return jax.jvp(both, floats, jax.tree.map(lambda a: b * a, floats))
+
+    size = 61  # It occurs in the shape of no other array.
+    batch = jnp.ones(size)
+    traced = jax.make_jaxpr(jax.vmap(inside, out_axes=(None, 0)))(batch)
+    shapes = {v.aval.shape for e in equations(traced) for v in e.outvars}
+    assert not [shape for shape in shapes if size in shape]
+    one = jax.eval_shape(of_tangents, jnp.ones(()))
+    results = jax.eval_shape(jax.vmap(of_tangents, out_axes=(None, 0)), batch)
+    assert jax.tree.map(lambda a: a.shape, results[0]) == jax.tree.map(lambda a: a.shape, one[0])
