@@ -90,7 +90,10 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
     intermediates. XLA would then compute expensive intermediates, such as gelu's tanh, in one
     kernel and store them in float32 for another kernel.
 
-    f's effects, such as `jax.debug.print`, are not repeated by its derivatives.
+    f's effects, such as `jax.debug.print`, happen once. Effects whose repetition could change f's
+    result or what a callback does, such as an `io_callback` with a result, a write to a `Ref` or a
+    print inside of a `jax.jit` in f, cannot be left out of a recomputation. A function with such an
+    effect is differentiated by JAX, which saves its intermediates.
 
     Args:
       f: function of arrays. XLA recomputes only intermediates that f computes from the first of
@@ -99,6 +102,8 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
     """
     traced = jax.make_jaxpr(f)(*rows, *arrays)
     jaxpr = _without_constants(traced)
+    if _has_effects(jaxpr):
+        return f(*rows, *arrays)
     operands = (*traced.consts, *rows, *arrays)
     (y,) = jaxpr_as_fun(jaxpr)(*lax.stop_gradient(operands))
     start = len(traced.consts)
@@ -177,8 +182,7 @@ def _bind(
     """Trace f, remove what its results do not need, and bind the primitive."""
     traced = jax.make_jaxpr(f)(*residuals, *along)
     operands = (*traced.consts, *residuals)
-    jaxpr = _without_constants(traced).jaxpr
-    jaxpr = jaxpr.replace(eqns=[e for e in jaxpr.eqns if not _is_effect_alone(e)])
+    jaxpr = _without_effects(_without_constants(traced).jaxpr)
     kept = [False] * len(operands) + [True] * len(along)
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
     of_waiting = used[len(operands) - waiting : len(operands)]
@@ -193,14 +197,28 @@ def _bind(
     return results
 
 
-def _is_effect_alone(equation: Any) -> bool:
-    """Return True for an equation that has an effect and no result, such as `jax.debug.print`.
+def _without_effects(jaxpr: Any) -> Any:
+    """Return a jaxpr without the equations that have effects and no results: prints and the like.
 
-    An equation that writes to a `Ref` has the index of the `Ref` in its effect. Others need it.
+    Equations that write to a `Ref` stay, because others read it. They have the index of the `Ref`
+    in their effect.
     """
-    effects = equation.effects
-    writes = any(hasattr(effect, "input_index") for effect in effects)
-    return bool(effects) and not equation.outvars and not writes
+
+    def is_needed(equation: Any) -> bool:
+        writes = any(hasattr(effect, "input_index") for effect in equation.effects)
+        return bool(equation.outvars) or not equation.effects or writes
+
+    return jaxpr.replace(eqns=[e for e in jaxpr.eqns if is_needed(e)])
+
+
+def _has_effects(program: ClosedJaxpr) -> bool:
+    """Return True if a program has effects that `_without_effects` does not remove.
+
+    The use of an axis of `jax.vmap` or `jax.shard_map`, which JAX regards as an effect, is none.
+    """
+    equations = _without_effects(program.jaxpr).eqns
+    kinds = {type(effect).__name__ for equation in equations for effect in equation.effects}
+    return bool(kinds - {"NamedAxisEffect"})
 
 
 def _without_constants(traced: Any) -> ClosedJaxpr:
