@@ -135,3 +135,28 @@ def test_what_depends_on_no_batched_array_is_computed_once(name):
     one = jax.eval_shape(of_tangents, jnp.ones(()))
     results = jax.eval_shape(jax.vmap(of_tangents, out_axes=(None, 0)), batch)
     assert jax.tree.map(lambda a: a.shape, results[0]) == jax.tree.map(lambda a: a.shape, one[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["add_rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "add_rms_norm with a gate"]
+)
+def test_the_sum_of_norms_with_a_batch_of_scales_is_computed_once(name):
+    """If only the scale of the result is batched, the sum h and its tangent have no batch axis."""
+    function, operands = FUNCTIONS[name].ours, operands_of(name)
+    kinds = FUNCTIONS[name].kinds.split()
+    at = len(kinds) - 1 - kinds[::-1].index("scale")
+    dims = tuple(0 if i == at else None for i in range(len(operands)))
+
+    def both(*operands):
+        (y, h), (dy, dh) = jax.jvp(function, operands, jax.tree.map(jnp.cos, operands))
+        return (y, dy), (h, dh)
+
+    def batch(*operands):
+        return jax.vmap(both, dims, ((0, 0), (None, None)))(*operands)
+
+    def loop(*operands):
+        each = [both(*operands[:at], scale, *operands[at + 1 :]) for scale in operands[at]]
+        return jax.tree.map(lambda *a: jnp.stack(a), *[y for y, _ in each]), each[0][1]
+
+    whole = [batched(a, dim) for a, dim in zip(operands, dims)]
+    assert_computes(jax.jit(batch)(*whole), loop, *whole)
