@@ -187,3 +187,19 @@ def test_no_tracer_leaks(name):
             jax.jit(run).trace(*operands)
         lowered = jax.jit(step).trace(*large).lower(lowering_platforms=("cuda",))
     assert kernels_of(lowered) or name in ("gated_linear", "activation_linear")
+
+
+@pytest.mark.oldest_jax
+def test_no_tracer_leaks_from_the_kernel_of_a_product():
+    shapes = [(4096, 1024), (1024, 2048), (1024,), (2048,)]
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+    def total(x, weight, scale, bias):
+        y = jaxnorm.rms_norm_linear(x, weight, scale, bias=bias, implementation="mosaic")
+        return jnp.sum(y.astype("float32"))
+
+    with leaks_raise():
+        lowered = (
+            jax.jit(jax.value_and_grad(total)).trace(*arrays).lower(lowering_platforms=("cuda",))
+        )
+    assert kernels_of(lowered)

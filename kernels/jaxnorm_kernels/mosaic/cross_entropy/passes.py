@@ -247,7 +247,7 @@ def launch_forward(
     if spec.returns_both and not overwritten:
         outputs = [((spec.rows, spec.cols), spec.dx_dtype), *outputs]
 
-    # JAX keeps the body, so the body must not refer to arrays: they would be leaked tracers.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
     count = len(arrays)
 
     def body(*refs: Ref) -> None:
@@ -394,7 +394,7 @@ def launch_backward(
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
     arrays = present(*logits, labels, *numbers)
 
-    # JAX keeps the body, so the body must not refer to arrays: they would be leaked tracers.
+    # JAX caches the traced body, so the body must not refer to traced arrays.
     count, of_logits, has_label = len(arrays), len(logits), labels is not None
 
     def body(*refs: Ref) -> None:
