@@ -17,7 +17,7 @@ these arrays earlier::
     dy = df(select(true, x, 0), ..., *arrays)(tangents)     a primitive, linear in tangents
     df(select(barrier(true, ct), x, 0), ...)^T(ct)          its transpose: the same primitive
 
-`linear` binds this primitive. Other JVP rules use it, too. If a rule computes ``dy = f(residuals,
+`linear` binds this primitive. Other JVP rules also use it. If a rule computes ``dy = f(residuals,
 dx)`` in plain JAX, JAX saves the residuals of each operation in f, such as a cast copy of a
 residual. With `linear`, JAX saves only `residuals`, and f's intermediates are recomputed from them.
 `jax.checkpoint` around f has the same effect, but under ``jax_remat3`` it has no transpose
@@ -90,10 +90,9 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
     intermediates. XLA would then compute expensive intermediates, such as gelu's tanh, in one
     kernel and store them in float32 for another kernel.
 
-    f's effects, such as `jax.debug.print`, happen once. Effects whose repetition could change f's
-    result or what a callback does, such as an `io_callback` with a result, a write to a `Ref` or a
-    print inside of a `jax.jit` in f, cannot be left out of a recomputation. A function with such an
-    effect is differentiated by JAX, which saves its intermediates.
+    f's effects, such as `jax.debug.print`, happen once: derivatives leave them out. This is not
+    possible for an `io_callback` with a result, for a write to a `Ref`, and for an effect inside of
+    a `jax.jit` in f. JAX differentiates a function with such an effect, and saves its intermediates.
 
     Args:
       f: function of arrays. XLA recomputes only intermediates that f computes from the first of
@@ -214,7 +213,8 @@ def _without_effects(jaxpr: Any) -> Any:
 def _has_effects(program: ClosedJaxpr) -> bool:
     """Return True if a program has effects that `_without_effects` does not remove.
 
-    The use of an axis of `jax.vmap` or `jax.shard_map`, which JAX regards as an effect, is none.
+    JAX also regards the use of an axis of `jax.vmap` or `jax.shard_map` as an effect. Such a use
+    may be repeated, so it does not count.
     """
     equations = _without_effects(program.jaxpr).eqns
     kinds = {type(effect).__name__ for equation in equations for effect in equation.effects}
