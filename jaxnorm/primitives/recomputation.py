@@ -92,7 +92,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 
     f's effects, such as `jax.debug.print`, happen once: derivatives leave them out. This is not
     possible for an `io_callback` with a result, for a write to a `Ref`, and for an effect inside of
-    a `jax.jit` in f. JAX differentiates a function with such an effect, and saves its intermediates.
+    a `jax.jit` in f. JAX differentiates a function with such an effect and saves its intermediates.
 
     Args:
       f: function of arrays. XLA recomputes only intermediates that f computes from the first of
