@@ -168,8 +168,9 @@ class Rules[P: Pass](abc.ABC):
         is_batched = [d is not None for d in dims]
         free = [not any(map(operator.and_, of_result, is_batched)) for of_result in needs]
         names = tuple(itertools.compress(call.returns, free))
-        size = next(a.shape[d] for a, d in zip(arrays, dims) if d is not None)
-        if not names or size == 0 or sharding.explicit_mesh([*map(jax.typeof, arrays)]) is not None:
+        axes = [(jax.typeof(a), d) for a, d in zip(arrays, dims) if d is not None]
+        has_first = all(t.shape[d] != 0 and t.sharding.spec[d] is None for t, d in axes)
+        if not (names and has_first):
             results, _ = self.batch(call, arrays, dims)
             return [*results], [0] * len(results)
         batched, once = call, {}
@@ -180,11 +181,11 @@ class Rules[P: Pass](abc.ABC):
             ]
             once = dict(zip(names, self.bind(alone, *firsts)))
             batched = call.without_unused([not is_free for is_free in free])
-        results, _ = self.batch(batched, arrays, dims)
+        results = () if len(once) == len(free) else self.batch(batched, arrays, dims)[0]
         by_name = dict(zip(batched.returns, results))
-        by_name |= {name: once[name] if once else by_name[name][0] for name in names}
-        axes = [None if is_free else 0 for is_free in free]
-        return [by_name[name] for name in call.returns], axes
+        by_name |= once or {name: by_name[name][0] for name in names}
+        results = [by_name[name] for name in call.returns]
+        return results, [None if is_free else 0 for is_free in free]
 
     def _needs(self, call: P, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
         """Return, for each result of a pass, a bool for each operand: whether it depends on it."""
