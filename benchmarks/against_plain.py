@@ -77,8 +77,15 @@ def _plain_log_prob_and_entropy(z: Any, labels: Any) -> Any:
 
 
 def _attention(softmax: Function, query: Any, key: Any, value: Any) -> Any:
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+    """Scale the query and attend, as Flax does."""
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query * 64**-0.5, key)
     return jnp.einsum("bhqk,bkhd->bqhd", softmax(logits), value)
+
+
+def _attention_of_heads(softmax: Function, query: Any, key: Any, value: Any) -> Any:
+    """Attend with heads before positions, and scale the logits."""
+    logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) * 64**-0.5
+    return jnp.einsum("bhqk,bhkd->bhqd", softmax(logits), value)
 
 
 def _scan_of(add_norm: Function, x: Any, residual: Any, scale: Any, *, steps: int) -> Any:
@@ -120,29 +127,35 @@ def _norms(dtype: str, rows: int, cols: int) -> Iterator[tuple[str, Case]]:
     )
     plain = variants.add_then(variants.rms_norm)
     sums = {PLAIN: plain, **_implementations(jaxnorm.add_rms_norm, *names)}
-    yield f"add_rms_norm {shape}", Case((x, x, scale), {n: _sum(f) for n, f in sums.items()}, 3)
+    yield f"add_rms_norm {shape}", Case((x, scale, x), {n: _sum(f) for n, f in sums.items()}, 2)
 
 
 def _sum(add_norm: Function) -> Function:
-    return lambda x, residual, scale: add_norm(x, residual, scale=scale)
+    # The residual comes last. Its gradient is the gradient of x, and would be copied.
+    return lambda x, scale, residual: add_norm(x, residual, scale=scale)
 
 
-def _softmaxes(dtype: str, rows: int, cols: int) -> Iterator[tuple[str, Case]]:
-    softmaxes = _implementations(jaxnorm.softmax, "xla", "mosaic")
-    yield (
-        f"softmax {dtype} {rows}x{cols}",
-        Case((((rows, cols), dtype),), {PLAIN: jax.nn.softmax, **softmaxes}),
-    )
+def _softmaxes(dtype: str, rows: int, cols: int, to: str = "") -> Iterator[tuple[str, Case]]:
+    softmax = functools.partial(jaxnorm.softmax, dtype=to or dtype)
+    found = {
+        PLAIN: lambda x: jax.nn.softmax(x).astype(to or dtype),
+        **_implementations(softmax, "xla", "mosaic"),
+    }
+    name = f"softmax {dtype} {rows}x{cols}" + f" to {to}" * bool(to)
+    yield name, Case((((rows, cols), dtype),), found)
 
 
 def _attentions(batch: int, heads: int, length: int) -> Iterator[tuple[str, Case]]:
     """Attention of a vision transformer, whose number of keys is a square plus 1."""
-    softmaxes = {PLAIN: jax.nn.softmax, **_implementations(jaxnorm.softmax, "xla", "mosaic")}
+    softmaxes = {PLAIN: jax.nn.softmax, **_implementations(jaxnorm.softmax, "xla")}
     found = {name: functools.partial(_attention, f) for name, f in softmaxes.items()}
     flax = importlib.import_module("flax.nnx")
     ours = importlib.import_module("jaxnorm.nnx")
     found |= {"flax.nnx": flax.dot_product_attention, "jaxnorm.nnx": ours.dot_product_attention}
     operand = ((batch, length, heads, 64), "bfloat16")
+    yield f"attention {batch}x{length}x{heads}", Case((operand,) * 3, found, 3, has_matmul=True)
+    found = {name: functools.partial(_attention_of_heads, f) for name, f in softmaxes.items()}
+    operand = ((batch, heads, length, 64), "bfloat16")
     yield f"attention {batch}x{heads}x{length}", Case((operand,) * 3, found, 3, has_matmul=True)
 
 
@@ -239,10 +252,14 @@ def cases() -> dict[str, Case]:
     found: list[Iterator[tuple[str, Case]]] = []
     for dtype in ("bfloat16", "float32"):
         found += [_scaled_losses(dtype, 8192, 32000)]
-    found += [_attentions(64, 12, 197), _attentions(16, 12, 577)]
+    for batch, length in ((64, 197), (8, 197), (16, 577), (4, 577)):
+        found += [_attentions(batch, 12, length)]
     for dtype in ("bfloat16", "float32"):
         found += [_norms(dtype, *s) for s in ((65536, 197), (16384, 1025), (8192, 4097))]
         found += [_softmaxes(dtype, *s) for s in ((151296, 197), (110784, 577), (8192, 4097))]
+        found += [_softmaxes(dtype, *s) for s in ((151296, 192), (110784, 576))]
+    for cols in (192, 197, 577):
+        found += [_softmaxes("float32", 131072, cols, "bfloat16")]
     found += [_linear_losses("float32", 4096, 1024, 32000), _activations(8192, 8192, 2048)]
     found += [_activations(16384, 3072, 768), _vmapped(8192, 4096, 8), _scans(8192, 4096, 16)]
     return {name: case for each in found for name, case in each}
@@ -251,18 +268,25 @@ def cases() -> dict[str, Case]:
 # ------------------------------------------------------------------------------------ measurement
 
 
-def _program(case: Case, function: Function, *, backward: bool) -> Function:
-    """Return a function of the operands, and for two passes of the cotangents."""
+#: The programs of a variant: the forward pass; both passes; and both passes, in which the backward
+#: pass starts after the forward pass, as in a training step. Without this order, XLA may merge the
+#: passes of plain JAX, and load each operand once for both.
+DIRECTIONS = ("fwd", "f+b", "apart")
 
-    def forward(*operands: Any) -> Any:
-        return function(*operands)
 
-    def both(operands: Any, cotangents: Any) -> Any:
+def _program(case: Case, function: Function, direction: str) -> Function:
+    """Return a function of the operands and of the cotangents of the results."""
+
+    def run(operands: Any, cotangents: Any) -> Any:
+        if direction == "fwd":
+            return function(*operands)
         given, constants = operands[: case.gradients], operands[case.gradients :]
-        results, pullback = jax.vjp(lambda *given: forward(*given, *constants), *given)
+        results, pullback = jax.vjp(lambda *given: function(*given, *constants), *given)
+        if direction == "apart":
+            results, cotangents = jax.lax.optimization_barrier((results, cotangents))
         return results, pullback(cotangents)
 
-    return both if backward else lambda operands, cotangents: forward(*operands)
+    return run
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -278,11 +302,11 @@ def _arrays(seed: int, types: tuple[tuple[Shape, str], ...], classes: int = 0) -
     return tuple(array(key, *each) for key, each in zip(keys, types))
 
 
-def _compiled(case: Case, name: str, *, backward: bool) -> Function | None:
+def _compiled(case: Case, name: str, direction: str) -> Function | None:
     """Compile a variant. Return None if its implementation does not support the call."""
     operands = jax.eval_shape(lambda: _arrays(0, case.operands, case.classes))
     results = jax.eval_shape(case.variants[PLAIN], *operands)
-    program = _program(case, case.variants[name], backward=backward)
+    program = _program(case, case.variants[name], direction)
     try:
         return jax.jit(program).lower(operands, results).compile()
     except ValueError:
@@ -335,70 +359,58 @@ def _measured(case: Case, programs: Mapping[str, Function]) -> dict[str, Figures
     }
 
 
-Key = tuple[str, bool]
+Key = tuple[str, str]
 
 
-def _keys(case: Case) -> list[Key]:
-    """Return a pair (variant, whether it includes the backward pass) for each program of a case."""
-    return [
-        (v, backward)
-        for backward in (False, True)[: 1 + bool(case.gradients)]
-        for v in case.variants
+def _all_compiled(chosen: Mapping[str, Case], threads: int) -> dict[str, dict[Key, Any]]:
+    """Compile the programs of all cases. Their keys are pairs (variant, direction)."""
+    keys = [
+        (name, (variant, direction))
+        for name, case in chosen.items()
+        for direction in DIRECTIONS[: None if case.gradients else 1]
+        for variant in case.variants
     ]
-
-
-def _all_compiled(chosen: Mapping[str, Case]) -> dict[str, dict[Key, Function | None]]:
-    """Compile the programs of all cases, several at a time unless compilers time matmuls."""
-    programs: dict[str, dict[Key, Function | None]] = {}
-    for has_matmul in (False, True):
-        keys = [(n, k) for n, c in chosen.items() if c.has_matmul is has_matmul for k in _keys(c)]
-
-        def compiled(key: tuple[str, Key]) -> Function | None:
-            name, (variant, backward) = key
-            return _compiled(chosen[name], variant, backward=backward)
-
-        with ThreadPoolExecutor(1 if has_matmul else 12) as pool:
-            for (name, key), program in zip(keys, pool.map(compiled, keys)):
-                programs.setdefault(name, {})[key] = program
+    programs: dict[str, dict[Key, Any]] = {}
+    with ThreadPoolExecutor(threads) as pool:
+        compiled = pool.map(lambda key: _compiled(chosen[key[0]], *key[1]), keys)
+        for (name, key), program in zip(keys, compiled):
+            programs.setdefault(name, {})[key] = program
     return programs
 
 
 def rows(case: Case, programs: Mapping[Key, Function | None]) -> list[tuple[str, ...]]:
     """Measure a case. Return the table's rows, one for each variant."""
     figures: dict[Key, Figures] = {}
-    for backward in (False, True):
-        ready = {v: p for (v, b), p in programs.items() if b is backward and p is not None}
-        figures |= {(v, backward): f for v, f in _measured(case, ready).items()}
+    for direction in DIRECTIONS:
+        ready = {v: p for (v, d), p in programs.items() if d == direction and p is not None}
+        if ready:
+            figures |= {(v, direction): f for v, f in _measured(case, ready).items()}
 
-    def cells(variant: str, backward: bool) -> tuple[str, ...]:
-        f, plain = figures.get((variant, backward)), figures.get((PLAIN, backward))
+    def cells(variant: str, direction: str) -> tuple[str, ...]:
+        f, plain = figures.get((variant, direction)), figures.get((PLAIN, direction))
         if f is None or plain is None:
-            return ("-",) * 5
+            return ("-",) * len(_COLUMNS)
         ratios = f"{f.us / plain.us:.2f}", f"{f.wall_us / plain.wall_us:.2f}"
         return f"{f.us:.0f}", *ratios, str(f.kernels), f"{f.temp / 1e6:.0f}"
 
-    return [(v, *cells(v, False), *cells(v, True)) for v in case.variants]
+    return [(v, *(cell for d in DIRECTIONS for cell in cells(v, d))) for v in case.variants]
 
 
-_HEADER = (
-    "variant",
-    *(
-        f"{d} {column}"
-        for d in ("fwd", "f+b")
-        for column in ("us", "ratio", "wall", "kernels", "MB")
-    ),
-)
+_COLUMNS = ("us", "ratio", "wall", "kernels", "MB")
+_HEADER = ("variant", *(f"{d} {column}" for d in DIRECTIONS for column in _COLUMNS))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="run only the cases whose names have a word")
     words = parser.parse_args().words
-    chosen = {n: c for n, c in cases().items() if not words or any(w in n for w in words)}
+    found = {n: c for n, c in cases().items() if not words or any(w in n for w in words)}
     print(jax.devices()[0].device_kind, jax.__version__, flush=True)
-    programs = _all_compiled(chosen)
-    for name, case in chosen.items():
-        print(f"\n{name}\n{table([_HEADER, *rows(case, programs[name])])}", flush=True)
+    for has_matmul in (False, True):
+        chosen = {name: case for name, case in found.items() if case.has_matmul is has_matmul}
+        programs = _all_compiled(chosen, threads=1 if has_matmul else 12)
+        for name, case in chosen.items():
+            print(f"\n{name}\n{table([_HEADER, *rows(case, programs[name])])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -296,3 +296,17 @@ def test_checkify_names_the_call_that_got_a_nan(name):
     error, _ = checked(x.at[0].set(jnp.nan), *others)
     expected = "jaxnorm.rms_norm" if name == "rms_norm_linear" else name.split()[0]
     assert expected in error.get()
+
+
+@each
+def test_checkify_inside_and_outside_of_a_gradient(name):
+    """The function in a gradient may be checked, and so may the gradient."""
+    operands = operands_of(name)
+    wrt = floats_in(operands)
+    function = jax.jit(scalar(FUNCTIONS[name].ours))
+    check = functools.partial(checkify.checkify, errors=checkify.float_checks)
+    inside, _ = jax.eval_shape(
+        jax.grad(lambda *a: check(function)(*a)[::-1], wrt, has_aux=True), *operands
+    )
+    _, outside = jax.eval_shape(check(jax.grad(function, wrt)), *operands)
+    assert inside == outside == jax.eval_shape(jax.grad(function, wrt), *operands)

@@ -88,9 +88,11 @@ def gated_linear(
       product: function (h, weight) -> y that replaces ``h @ weight``, such as `jax.lax.ragged_dot`
         for experts, or a quantised or low-rank matmul. Its arguments have the matmul's dtype. It
         may apply dropout or sharding constraints to h, and may close over arrays. The backward pass
-        recomputes the intermediates that the derivative of ``product`` needs. With ``product``,
-        weight may be an array of any shape or a pytree of arrays. Leaves that are not float arrays
-        are passed to ``product`` without a cast.
+        recomputes the intermediates that the derivative of ``product`` needs. Effects of
+        ``product``, such as `jax.debug.print`, happen once. If an effect has a result or is inside
+        a `jax.jit` in ``product``, nothing is recomputed, and more arrays are saved. With
+        ``product``, weight may be an array of any shape or a pytree of arrays. Leaves that are not
+        float arrays are passed to ``product`` without a cast.
       out_sharding: `NamedSharding` or `PartitionSpec` of the matmul's result, on a mesh with
         Explicit axes, as in `jnp.einsum`. It is required if the axis f is sharded (tensor
         parallelism).

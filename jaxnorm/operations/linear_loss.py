@@ -352,8 +352,9 @@ def linear_log_prob_and_entropy(
         a position.
       weight: array (d, V); any of these dtypes.
       labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
-        axis. If a label is out of range, such as a negative one, both results of its position and
-        the gradients are NaN. Labels may have one more axis at the end, for k labels of each
+        axis. If a label is out of range, such as a negative one, its log-probability is NaN, but
+        the entropy is not affected. The gradients are then NaN, unless the cotangent of this
+        log-probability is 0. Labels may have one more axis at the end, for k labels of each
         position, as in :func:`log_prob_and_entropy`.
       bias: array (V,), any of these dtypes; or None.
       where: None, or one of three kinds of arrays:

@@ -368,14 +368,14 @@ def log_prob_and_entropy(
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
       labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
-        ``axis``. If a label is out of range, such as a negative one, both results of its position
-        and the gradient of its logits are NaN.
+        ``axis``. If a label is out of range, such as a negative one, its log-probability is NaN,
+        but the entropy is not affected. The gradient of the position's logits is then NaN, unless
+        the cotangent of the log-probability is 0.
 
         Labels may have an additional last axis of size k. Each position then has k labels, such as
-        a teacher's top k classes. k must be less than V, the number of classes. If one of the k
-        labels is out of range, its log-probability is NaN, but the entropy is not affected. If a
-        position has fewer than k labels, fill up with any class, and multiply the log-probability
-        of this class by 0.
+        a teacher's top k classes. k must be less than V, the number of classes. If a position has
+        fewer than k labels, fill up with any class, and multiply the log-probability of this class
+        by 0.
       axis: the axis or axes of the classes; None for all. With several axes, a label is an index in
         row-major order of the axes as given.
       where: None, or one of three kinds of arrays:

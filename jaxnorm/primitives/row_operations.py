@@ -333,6 +333,8 @@ class _RowRules(Rules[Call]):
         if call.spec.direction == "bwd":
             batched.update(kind for kind in call.kinds_returned if kind in SHARED)
         view = call.view.batched(size, batched)
+        if call.spec.is_norm and "array" not in batched:
+            call = call.replaced(repeated=True)
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
             by_name = dict(zip(call.primals, arrays))
             for name, dim in zip(call.primals, dims):

@@ -11,12 +11,14 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -108,6 +110,7 @@ class Rules[P: Pass](abc.ABC):
 
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
+        self.needs: Callable[..., list[list[bool]]] = functools.lru_cache(1024)(self._needs)
 
     # --------------------------------------------------------------------- defined by each family
 
@@ -165,6 +168,49 @@ class Rules[P: Pass](abc.ABC):
     @abc.abstractmethod
     def factors(self, call: P, arrays: Arrays) -> Factors:
         """Return Shardy's sharding rule for the pass: how the arrays' shardings are related."""
+
+    def batched(
+        self, call: P, arrays: Arrays, dims: Sequence[int | None]
+    ) -> tuple[list[jax.Array], list[int | None]]:
+        """Batch a call. A result that depends on no batched operand gets no batch axis.
+
+        An example is the sum h of a norm whose scale is batched. If a call can compute these
+        results alone, it does so once. Otherwise, the batched call computes them with the others,
+        once for each batch element, and all but the first are dropped.
+        """
+        shapes = [
+            (*a.shape[:d], *a.shape[d + 1 :]) if d is not None else a.shape
+            for a, d in zip(arrays, dims)
+        ]
+        needs = self.needs(call, *zip(shapes, [a.dtype for a in arrays]))
+        is_batched = [d is not None for d in dims]
+        free = [not any(map(operator.and_, of_result, is_batched)) for of_result in needs]
+        names = tuple(itertools.compress(call.returns, free))
+        axes = [(jax.typeof(a), d) for a, d in zip(arrays, dims) if d is not None]
+        has_first = all(t.shape[d] != 0 and t.sharding.spec[d] is None for t, d in axes)
+        if not (names and has_first):
+            results, _ = self.batch(call, arrays, dims)
+            return [*results], [0] * len(results)
+        batched, once = call, {}
+        if (alone := call.without_unused(free)).returns == names:
+            firsts = [
+                a if d is None else lax.index_in_dim(a, 0, d, keepdims=False)
+                for a, d in zip(arrays, dims)
+            ]
+            once = dict(zip(names, self.bind(alone, *firsts)))
+            batched = call.without_unused([not is_free for is_free in free])
+        results = () if len(once) == len(free) else self.batch(batched, arrays, dims)[0]
+        by_name = dict(zip(batched.returns, results))
+        by_name |= once or {name: by_name[name][0] for name in names}
+        results = [by_name[name] for name in call.returns]
+        return results, [None if is_free else 0 for is_free in free]
+
+    def _needs(self, call: P, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
+        """Return, for each result of a pass, a bool for each operand: whether it depends on it."""
+        avals = [jax.ShapeDtypeStruct(*of_operand) for of_operand in types]
+        jaxpr = jax.make_jaxpr(functools.partial(self.plain, call))(*avals).jaxpr
+        every = range(len(jaxpr.outvars))
+        return [partial_eval.dce_jaxpr(jaxpr, [i == j for j in every])[1] for i in every]
 
     def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
         """Return the results of a call, given the `outputs` of the pass `with_residuals(call)`."""
@@ -349,7 +395,7 @@ class Rules[P: Pass](abc.ABC):
         # slow Python.
         lower = functools.partial(in_one_chunk, as_jax_calls(self.lower))
         mlir.register_lowering(primitive, lower, inline=False)
-        batching.primitive_batchers[primitive] = as_jax_rule(self.batch)
+        batching.primitive_batchers[primitive] = as_jax_rule(self.batched)
         if direction == "fwd":
             ad.primitive_jvps[primitive] = as_jax_rule(self.forward_jvp)
             remat.register(primitive, self)

@@ -92,6 +92,11 @@ BETTER_FUSED: Table = (
         lambda s: s.moved_axis,
     ),
     (
+        "rows that are normalised with several scales are read once by XLA's code; a kernel would "
+        "need a copy of them for each scale",
+        lambda s: s.norm.repeated and s.direction == "fwd",
+    ),
+    (
         "a kernel costs the host more than XLA's own; so small a norm with no backward to come "
         "gains less than that",
         lambda s: (

@@ -12,7 +12,14 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from programs import kernels_in
 from reference import assert_within, exact, of_roundings, rounding
 from specs import BF16, F16, F32, changed
-from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
+from test_kl_divergence import (
+    Divergence,
+    check_nearly_impossible,
+    check_special_rows,
+    masked_rows,
+    operands,
+    special_rows,
+)
 from test_losses_mosaic import LossForwardSchedule, check_linear_in_one_kernel
 
 import jaxnorm
@@ -182,6 +189,21 @@ def test_equal_logits(cols, dtype, program, options, reverse):
 def test_rows_of_all_kinds(reverse):
     y, dx = run(mosaic, *special_rows(200), reverse=reverse)
     check_special_rows(y, dx, reverse=reverse)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("program", [forward_and_backward, in_one_kernel])
+def test_masks_whose_multiples_overflow(program, dtype, reverse):
+    x, teacher, of = masked_rows(1000, dtype, reverse=reverse)
+    options = {"d": jnp.ones(4), "program": program, "reverse": reverse, "logits_scale": 2.0}
+    y, dx = run(mosaic, x, teacher, **options)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx, *of.gradient(jnp.ones(4)))
+
+
+def test_nearly_impossible_classes():
+    check_nearly_impossible(lambda x, teacher: run(mosaic, x, teacher)[0], 1000)
 
 
 @DIRECTIONS
@@ -427,18 +449,25 @@ def test_registers_of_one_kernel(cols, dtype, options, compiler):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("implementation", "has_scales"), [(None, False), (None, True), ("xla", False)]
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_nothing_else_of_the_logits_size(dtype, implementation, compiler):
-    """On a GPU, a program allocates only one array of the logits' size: the student's gradient."""
-    x = jax.ShapeDtypeStruct((4096, 50257), dtype, sharding=compiler.sharding)
+def test_nothing_else_of_the_logits_size(dtype, implementation, has_scales, compiler):
+    """On a GPU, a program allocates only one array of the logits' size: the student's gradient.
 
-    def step(x, teacher):
+    With a kernel, this also holds if each position has its own scale.
+    """
+    x = jax.ShapeDtypeStruct((4096, 50257), dtype, sharding=compiler.sharding)
+    scales = jax.ShapeDtypeStruct((4096,), F32, sharding=compiler.sharding)
+
+    def step(x, teacher, scales):
+        options = {"logits_scale": scales} if has_scales else {}
         divergence = functools.partial(jaxnorm.kl_divergence, implementation=implementation)
-        y, vjp = jax.vjp(lambda x: divergence(x, teacher), x)
+        y, vjp = jax.vjp(lambda x: divergence(x, teacher, **options), x)
         return y, *vjp(y)
 
-    made = hlo.made(jax.jit(step).lower(x, x).compile().as_text(), x.size)
+    made = hlo.made(jax.jit(step).lower(x, x, scales).compile().as_text(), x.size)
     assert made == (["custom-call"] if implementation is None else ["fusion"])
 
 

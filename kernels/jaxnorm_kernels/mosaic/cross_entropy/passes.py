@@ -257,10 +257,13 @@ def launch_forward(
     if spec.returns_both and not overwritten:
         outputs = [((spec.rows, spec.cols), spec.dx_dtype), *outputs]
 
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    count = len(arrays)
+
     def body(*refs: Ref) -> None:
         last = len(refs) - len(scratch_types)
-        operand_refs, scratch = refs[: len(arrays)], refs[last:]
-        result_refs = refs[len(arrays) : last]
+        operand_refs, scratch = refs[:count], refs[last:]
+        result_refs = refs[count:last]
         if len(result_refs) < results + spec.returns_both:  # The gradient overwrites x.
             result_refs = (operand_refs[0], *result_refs)
         row = LossRow(spec, schedule, lax.axis_index(BLOCK), gather, scratch)
@@ -411,9 +414,12 @@ def launch_backward(
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
     arrays = present(*logits, labels, *numbers, scale)
 
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    count, of_logits, has_label = len(arrays), len(logits), labels is not None
+
     def body(*refs: Ref) -> None:
-        operand_refs, (dx,) = refs[: len(arrays)], refs[len(arrays) :] or refs[:1]
-        logit_refs, others = operand_refs[: len(logits)], operand_refs[len(logits) :]
+        operand_refs, (dx,) = refs[:count], refs[count:] or refs[:1]
+        logit_refs, others = operand_refs[:of_logits], operand_refs[of_logits:]
         block = lax.axis_index(BLOCK)
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
@@ -422,8 +428,8 @@ def launch_backward(
             # (statistics, cotangents) right after them, so that all of them are in flight at the
             # same time.
             raw = [load_units(of_block, ref, row) for ref in logit_refs]
-            label = None if labels is None else read_label(others[0], row)
-            values = [load(ref.at[row], None) for ref in others[labels is not None :]]
+            label = read_label(others[0], row) if has_label else None
+            values = [load(ref.at[row], None) for ref in others[has_label:]]
             has_entry = values[1] != -jnp.inf
             scaled = of_row(spec, None if scale is None else values.pop())
             store_gradient(scaled, of_block, raw, dx, row, label, values, gradient, has_entry)
