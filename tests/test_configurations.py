@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,3 +161,21 @@ def test_values(name, configuration):
             got = run(forward_and_gradient(function))(*arrays)
             assert [a.dtype for a in jax.tree.leaves(got)] == dtypes
             assert_analysed(got, expected)
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", functions.FUNCTIONS)
+def test_no_implicit_promotion(name):
+    """No function relies on an implicit promotion of dtypes or ranks, with 64-bit types enabled.
+
+    Integers are then 64-bit by default, while labels have 32 bits.
+    """
+    step, operands = functions.step_of(name), functions.operands_of(name)
+    expected = analyse(step, *operands)
+    with (
+        jax.enable_x64(True),
+        CHECKS["strict dtype promotion"](),
+        CHECKS["rank promotion raises"](),
+    ):
+        assert_analysed(jax.jit(step)(*operands), expected)
