@@ -75,7 +75,7 @@ def compiled[**P, T](
                 and given.keys() == parameters.keys()
                 and all(map(_is_given, arrays_of(given)))
                 and not any(map(callable, map(given.get, functions)))
-                and _is_hashable(of_call := statics_of(given))
+                and _is_constant(of_call := statics_of(given))
             ):
                 result: T = fast(_types(of_call), *ordered(given))
                 return result
@@ -202,9 +202,19 @@ def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 
 
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+# The types of arguments that may be constants of a compiled program. All are immutable.
+_CONSTANTS = (
+    *(type(None), bool, int, float, str, np.number, np.bool_, np.dtype, type),
+    *(jax.sharding.Sharding, jax.sharding.PartitionSpec),
+)
+
+
+def _is_constant(value: Any) -> bool:
+    """Return True if a value, or each element of a tuple, can be a constant of a program.
+
+    An object of any other type might change after the call, such as an ``nnx.Param``: a compiled
+    program would continue to use its first value. A call with such an object is not compiled.
+    """
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
