@@ -14,7 +14,9 @@ from functions import (
     BASIC,
     FUNCTIONS,
     OTHERS,
+    VARIANTS,
     floats_in,
+    gradients,
     of_floats,
     operands_of,
     options_of,
@@ -270,6 +272,27 @@ def test_debug_infs_stays_silent_where_positions_do_not_count():
             assert not jax.grad(function)(x)[1].any()
         with pytest.raises(FloatingPointError, match=r"\(inf\) .* jaxnorm\.softmax_cross_entropy"):
             jax.grad(functions[0])(bad)
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in VARIANTS])
+def test_no_false_alarms_outside_of_jit(name):
+    """Finite results and derivatives raise no error, although a loss marks masked rows by -inf."""
+    operands = [*map(jnp.asarray, operands_of(name))]
+    floats = [operands[i] for i in floats_in(operands)]
+    gradient = gradients(of_floats(FUNCTIONS[name].ours, operands), (*range(len(floats)),))
+    with jax.debug_nans(True), jax.debug_infs(True):
+        jax.jvp(gradient, floats, floats)
+        jax.vmap(gradient)(*[a[None] for a in floats])
+
+
+def test_a_nan_in_a_second_derivative():
+    x, labels = jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
+    loss = jaxnorm.softmax_cross_entropy_with_integer_labels
+    gradient = jax.grad(lambda x: loss(x, labels).sum())
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\)"):
+        jax.jvp(gradient, (x,), (x.at[0, 0].set(jnp.nan),))
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,7 @@ class Rules[P: Pass](abc.ABC):
         with wide_types_for((*primals, *results)):
             plain = functools.partial(self.anywhere, self.differentiated, call)
             _, tangents_out = jvp(plain, primals, tangents)
+        eager.check(f"a derivative of {call.function}", call.returns, tangents_out)
         return results, tangents_out
 
     def tangents_of(
@@ -354,9 +355,10 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a rule in the same way as `as_jax_calls`.
 
-    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype.
+    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype. JAX's
+    checks for NaNs and infinities are disabled; the results of primitives are still checked.
     """
-    return as_jax_calls(with_wide_types(rule))
+    return as_jax_calls(eager.unchecked()(with_wide_types(rule)))
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
