@@ -159,8 +159,8 @@ def layer_of_a_teacher(labels, weight):
     """
     features = jnp.arange(5, dtype=weight.dtype)
     classes = jnp.arange(weight.shape[1], dtype=weight.dtype)
-    x = jnp.cos(jnp.asarray(labels, weight.dtype)[..., None] + features)
-    return x, jnp.sin(features[:, None] * classes)
+    x = jnp.cos(jnp.add.outer(jnp.asarray(labels, weight.dtype), features))
+    return x, jnp.sin(jnp.multiply.outer(features, classes))
 
 
 def bias_of_a_teacher(weight):

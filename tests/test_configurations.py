@@ -203,3 +203,21 @@ def test_no_tracer_leaks_from_the_kernel_of_a_product():
             jax.jit(jax.value_and_grad(total)).trace(*arrays).lower(lowering_platforms=("cuda",))
         )
     assert kernels_of(lowered)
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", functions.FUNCTIONS)
+def test_no_implicit_promotion(name):
+    """No function relies on an implicit promotion of dtypes or ranks, with 64-bit types enabled.
+
+    Integers are then 64-bit by default, while labels have 32 bits.
+    """
+    step, operands = functions.step_of(name), functions.operands_of(name)
+    expected = analyse(step, *operands)
+    with (
+        jax.enable_x64(True),
+        CHECKS["strict dtype promotion"](),
+        CHECKS["rank promotion raises"](),
+    ):
+        assert_analysed(jax.jit(step)(*operands), expected)

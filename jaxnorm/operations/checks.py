@@ -422,9 +422,11 @@ def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> 
     """Raise ValueError if a position has as many labels as there are classes, or more.
 
     Such labels are probably one-hot labels. `labels` is the shape of the labels. The size of its
-    last axis is the number of labels of each position.
+    last axis is the number of labels of each position. Symbolic sizes (`jax.export`), which cannot
+    be compared, are accepted.
     """
-    if labels[-1] >= classes:
+    are_numbers = isinstance(labels[-1], int) and isinstance(classes, int)
+    if are_numbers and labels[-1] >= classes:
         raise ValueError(
             f"{function}: labels have shape {labels}: {labels[-1]} labels for each position, with "
             f"{classes} classes; expected fewer labels than classes along the last axis; these "

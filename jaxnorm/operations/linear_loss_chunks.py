@@ -619,7 +619,8 @@ class _Rows:
         self.chunks, self.overlaps = chunks, short > 0
         own = self.of(chunks.counted) if chunks.counted is not None else None
         if self.overlaps:
-            first = self.start + jnp.arange(size) < (index + 1) * size - short
+            places = self.start + jnp.arange(size, dtype=self.start.dtype)
+            first = places < (index + 1) * size - short
             own = first if own is None else own & first
         # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
         # also belong to the next chunk. None if there cannot be such rows.

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
+from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, scales
 from jaxnorm.operations.checks import ArrayLike, Axis
 from jaxnorm.primitives import eager, row_operations
@@ -305,7 +306,7 @@ def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
 
     If `weights` is a boolean mask, return `loss` unchanged: its masked entries are already 0.
     """
-    return loss if weights.dtype == bool else loss * weights
+    return loss if weights.dtype == bool else loss * sharding.broadcast_alike(weights, loss)
 
 
 def _masks(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, linear_call
 
 from jaxnorm.operations import checks
 
@@ -86,7 +86,11 @@ def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
-    """Return `scale` unchanged. Differentiating this function raises TypeError."""
+    """Return `scale` unchanged. Differentiating this function raises TypeError.
+
+    There is one exception: with ``jax_remat3``, forward-mode derivatives with respect to the scale
+    are NaN.
+    """
     del function, name
     return scale
 
@@ -94,10 +98,18 @@ def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
 @functools.partial(_constant.defjvp, symbolic_zeros=True)
 def _(function: str, name: str, primals: Any, tangents: Any) -> Any:
     (scale,), (tangent,) = primals, tangents
-    if not isinstance(tangent, SymbolicZero):
+    if isinstance(tangent, SymbolicZero):
+        return scale, tangent
+
+    def refuse(*_: Any) -> Any:
         x = "x" if name == "scale" else "the logits"
         raise TypeError(
             f"{function}: {name} is differentiated, and has no derivative; expected a constant; "
             f"wrap it in jax.lax.stop_gradient, or multiply {x} yourself"
         )
-    return scale, tangent
+
+    if not jax.config.jax_remat3:
+        refuse()
+    # In forward mode, `jax.checkpoint` passes arrays of zeros for symbolic zeros (jax 0.12.0.1). So
+    # the tangent is 0, or else NaN. The rules of the primitives add it to the tangents of results.
+    return scale, linear_call(lambda _, t: jnp.where(t == 0, 0, jnp.nan * t), refuse, (), tangent)

@@ -282,6 +282,7 @@ class Rules[P: Pass](abc.ABC):
         with wide_types_for((*primals, *results)):
             plain = functools.partial(self.anywhere, self.differentiated, call)
             _, tangents_out = jvp(plain, primals, tangents)
+        eager.check(f"a derivative of {call.function}", call.returns, tangents_out)
         return results, tangents_out
 
     def tangents_of(
@@ -397,10 +398,10 @@ class Rules[P: Pass](abc.ABC):
         mlir.register_lowering(primitive, lower, inline=False)
         batching.primitive_batchers[primitive] = as_jax_rule(self.batched)
         if direction == "fwd":
-            ad.primitive_jvps[primitive] = as_jax_rule(self.forward_jvp)
+            ad.primitive_jvps[primitive] = as_jax_rule(_of_constants(self.forward_jvp))
             remat.register(primitive, self)
         else:
-            ad.primitive_jvps[primitive] = as_jax_rule(self.linear_jvp)
+            ad.primitive_jvps[primitive] = as_jax_rule(_of_constants(self.linear_jvp))
             ad.primitive_transposes[primitive] = as_jax_rule(self.transpose)
         partial_eval.dce_rules[primitive] = self.drop_unused
         if partitioned:
@@ -426,9 +427,37 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a rule in the same way as `as_jax_calls`.
 
-    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype.
+    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype. JAX's
+    checks for NaNs and infinities are disabled; the results of primitives are still checked.
     """
-    return as_jax_calls(with_wide_types(rule))
+    return as_jax_calls(eager.unchecked()(with_wide_types(rule)))
+
+
+# Names of operands that have no derivative.
+_CONSTANTS = {"teacher_logits", "teacher_x", "teacher_weight", "teacher_bias", "where"}
+
+
+def _of_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a JVP rule so that it ignores the tangents of constants.
+
+    With ``jax_remat3``, they are arrays of zeros in forward mode. The tangent of ``logits_scale``
+    is then 0, or NaN if the user differentiates the scale. It is added to the tangents of all
+    results.
+    """
+
+    def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        named = [*zip(call.takes, tangents, strict=True)]
+        of_scale = nonzero(item for item in named if item[0] == "logits_scale").values()
+        constants = {*_CONSTANTS, "logits_scale"}
+        tangents = [zero_like(a) if n in constants else t for a, (n, t) in zip(primals, named)]
+        results, along = rule(call, primals, tangents)
+        for tangent in of_scale:
+            total = jnp.sum(tangent)
+            along = [zero_like(a) if t is None else t for a, t in zip(results, along)]
+            along = [t + total.astype(t.dtype) for t in map(ad.instantiate_zeros, along)]
+        return results, along
+
+    return run
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:

@@ -169,18 +169,23 @@ def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec)
     a row are equal, their values are added up.
     """
     count = labels.shape[-1]
-    if count > _COMPARED and spec.axes == (-1,) and not spec.cols_over:
+    is_number = isinstance(count, int)  # False in `jax.export` with a symbolic number of labels.
+    is_small = is_number and count <= _COMPARED
+    if not is_small and spec.axes == (-1,) and not spec.cols_over:
         rows = [lax.broadcasted_iota(jnp.int32, a.shape, axis) for axis in range(a.ndim - 1)]
         # # The scatter drops an index beyond the columns. Use such an index for a label of -1.
         index = (*rows, jnp.where(labels < 0, shape[-1], labels))
         return jnp.zeros(shape, a.dtype).at[index].add(a, mode="drop")
     columns = cross_entropy.columns(shape, spec)
 
-    def of_one(i: int) -> jax.Array:
-        label, value = (jnp.expand_dims(v[..., i], spec.axes) for v in (labels, a))
+    def of_one(label: jax.Array, value: jax.Array) -> jax.Array:
+        label, value = (jnp.expand_dims(v, spec.axes) for v in (label, value))
         return jnp.where(columns == label, value, 0)
 
-    return functools.reduce(jnp.add, map(of_one, range(count)), jnp.zeros(shape, a.dtype))
+    if not is_number:
+        return jnp.sum(jax.vmap(of_one, in_axes=-1)(labels, a), axis=0)
+    each = (of_one(labels[..., i], a[..., i]) for i in range(count))
+    return functools.reduce(jnp.add, each, jnp.zeros(shape, a.dtype))
 
 
 FORMULAS: dict[Op, Formulas] = {
