@@ -501,7 +501,7 @@ def test_one_kernel_on_a_gpu(rows, cols, padding, schedule, cluster, dtype, opti
     specs = tuple(specs_of(rows, cols, F32, F32, **has))
     schedule = schedule or choose_both(both_spec(specs[0], dtype))
     assert schedule.cluster == cluster
-    y, dx = in_one_kernel(mosaic, specs, schedule, dtype)(*wide, d, positions)
+    y, dx = in_one_kernel(mosaic, specs, schedule, dtype)(*wide, d, positions=positions)
     assert not y[3::7].any()
     assert not dx[3::7].any()
     assert not dx[:, cols:].any()
