@@ -41,7 +41,7 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
     A forward pass takes the operands. It returns the results, followed by a tuple of the
     statistics. A backward pass takes the residuals, followed by the cotangents, and returns the
     gradients. Among the residuals, the statistics are a single entry, which is a tuple. An absent
-    array is None. `logits_scale` is left out, because no kernel takes it.
+    array is None. The residual `logits_scale` is left out, because no timed call has it.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()

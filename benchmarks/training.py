@@ -28,7 +28,7 @@ _GUESSES = 8
 
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
 # options, every variant uses the matmuls that cuBLAS chooses.
-_GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 
 class Step:
@@ -62,7 +62,7 @@ class Step:
         )
         self.tokens = batch * cell.size.seq
         self.devices = cell.devices
-        self.options = _GPU_OPTIONS if on_gpu else None
+        self.options = GPU_OPTIONS if on_gpu else None
         self._batch_shape = (batch, cell.size.seq + 1)
         self._types = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
         self._state_shardings, self._batch_shardings = shardings(self._types[0])

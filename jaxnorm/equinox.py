@@ -247,8 +247,10 @@ def convert[Model](
         model defines. In modules of exactly such a class, the function replaces ``__call__``. It
         may call the original ``__call__``. The modules keep their fields, and stay instances of the
         class; ``save`` and ``implementation`` do not apply to them. Modules of subclasses are not
-        changed. The warning lists the changed modules, the modules of subclasses, and classes in
-        ``calls`` that the model does not use.
+        changed. A log line lists the changed modules (level INFO), the modules of subclasses, and
+        classes in ``calls`` that the model does not use (a warning). If the function cannot be
+        pickled (a lambda, for example), a pickled model is loaded with modules of the original
+        class.
 
     Returns:
       The model, with the same structure except for its norms.
@@ -314,7 +316,7 @@ def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[
             if not calls.has(path):
                 norms[path] = node
         elif not any(map(_is_module, vars(node).values())):
-            calls.note(type(node), path)
+            calls.note(type(node), path, jax.tree.leaves(node))
         return made
 
     return _rebuilt(model, replace), norms

@@ -249,9 +249,9 @@ def converted(
     that is not a float of 16 to 64 bits. Second, for norms whose class is a subclass of one of
     Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
     context ends, the logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in
-    the context but left to Flax, with the reasons. Another warning is logged if nothing was
-    converted. Modules of jaxnorm's classes keep their own settings. In nested contexts, the
-    innermost one applies. Interceptors (``nn.intercept_methods``) that are entered inside the
+    the context but left to Flax, with the reasons. Another warning is logged if modules, but no
+    norms, were called. Modules of jaxnorm's classes keep their own settings. In nested contexts,
+    the innermost one applies. Interceptors (``nn.intercept_methods``) that are entered inside the
     context do not see calls of converted norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
@@ -287,9 +287,9 @@ def converted(
         a class, the function replaces ``__call__``. It may call the original ``__call__``. If the
         original is decorated with ``nn.compact``, the function may also call ``module.param``.
         ``save`` and ``implementation`` do not apply to these modules. Modules of subclasses are not
-        changed. The warning lists the modules that use such a function, the modules of subclasses,
-        and the classes in ``calls`` whose modules were not called. ``jax.jit`` retraces if a
-        function is a new object, so define each function once.
+        changed. A log line lists the modules that use such a function (level INFO), the modules of
+        subclasses, and the classes in ``calls`` whose modules were not called (a warning).
+        ``jax.jit`` retraces if a function has other code, or refers to other objects.
 
     Raises:
       TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and
@@ -312,8 +312,7 @@ def converted(
     stored = Stored(params if save == "output" else None)
     replaced = conversion.Calls("converted", calls, nn.Module, "linen")
     settings = (added, stored, replaced)
-    around = _innermost.value
-    if around == settings:
+    if _innermost.value == settings:
         yield
         return
     seen = Seen(replaced)
@@ -342,10 +341,11 @@ def converted(
             return call(*arguments, **options)
         seen.has_norms |= isinstance(norm, _FLAX)
         is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, _OURS)
-        if not isinstance(norm, _FLAX) and is_call:
-            replaced.note(type(norm), path)
         if not (is_flax_s and is_call):
-            return call(*arguments, **options)
+            result = call(*arguments, **options)
+            if is_call and not isinstance(norm, _FLAX):
+                seen.note(norm, path)
+            return result
         x = arguments[0] if arguments else options["x"]
         why = _why_left(norm, x, options.get("mask"))
         seen.norms[path] = seen.norms.get(path) or why
@@ -358,7 +358,7 @@ def converted(
 
     with _innermost(settings), nn.intercept_methods(call):
         yield
-    seen.tell(settings, around)
+    seen.tell()
 
 
 # The settings of the innermost context of `converted`. They are part of the key of jax.jit's cache.

@@ -25,6 +25,7 @@ import pytest
 import refused
 
 from benchmarks import triton_programs
+from jaxnorm.calls import backends
 from jaxnorm.primitives.rules import in_one_chunk
 
 # GPUs multiply float32 matrices in TF32 by default. The tests' bounds do not cover its rounding.
@@ -45,6 +46,15 @@ def load_alone(implementation: str, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def every_kernel_is_lowered() -> Iterator[None]:
+    """Fail a test in which XLA's code ran because the default kernel could not be lowered."""
+    yield
+    reasons = [*backends._unlowered.values()]
+    backends._unlowered.clear()
+    assert not reasons
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 class LogProbs(CrossEntropy):
     """Log-probabilities and entropies of rows of logits.
 
-    A log-probability is the negative of a cross-entropy.
+    A log-probability is the negative of a cross-entropy. If a label is not a class, only its
+    log-probability is NaN, and the gradient of its row unless the log-probability's cotangent is 0.
 
     The bound of the entropy follows its computation as log(s) - sum(e * t) / s. Here t <= 0 is a
     logit minus the row's maximum, e = exp(t) and s = sum(e).
@@ -23,8 +24,7 @@ class LogProbs(CrossEntropy):
 
     @functools.cached_property
     def entropy(self):
-        entropy = np.where(self.has_entry, self.log_s - self._mean_depth, 0)
-        return np.where(self.has_entry & ~self.is_class, np.nan, entropy)
+        return np.where(self.has_entry, self.log_s - self._mean_depth, 0)
 
     @property
     def results(self):
@@ -58,7 +58,8 @@ class LogProbs(CrossEntropy):
         return np.where(self.p > 0, log_p + np.nan_to_num(self.entropy)[..., None], 0)
 
     def _of_x(self, a, b):
-        return -super()._of_x(a) - exact(b)[..., None] * self.p * self.above_mean
+        a = np.where(self.is_class | (exact(a) == 0), exact(a), np.nan)[..., None]
+        return a * (self.targets - self.p) - exact(b)[..., None] * self.p * self.above_mean
 
     def _of_x_bound(self, a, b):
         few, size = SAFETY * self.u, np.abs(self.above_mean)

@@ -147,10 +147,10 @@ class CrossEntropy:
         if self.logit_softcap is not None:
             # The softcap's derivative is 1 - t^2, where t = tanh(x / cap). `wrong` is the error of
             # this derivative. It comes from the error of t, which is x_error / cap.
-            wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
-            bound = bound * (self.slope + wrong) + np.abs(of_x) * wrong
-        elif self.logits_scale != 1:
-            bound = bound * self.slope + few * np.abs(dx)
+            wrong = np.abs(self.logits_scale) * (2 * self.x_error / self.logit_softcap + few)
+            bound = bound * (np.abs(self.slope) + wrong) + np.abs(of_x) * wrong
+        elif np.any(self.logits_scale != 1):
+            bound = bound * np.abs(self.slope) + few * np.abs(dx)
         return bound + rounding(dx, self.dtype)
 
     @functools.cached_property

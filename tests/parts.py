@@ -89,6 +89,33 @@ def addresses(text: str) -> list[Address]:
     return [_address(line, body) for body in _bodies(text) for line in _slices(body)]
 
 
+def partly_overwritten(text: str) -> list[str]:
+    """Find kernels that overwrite an operand that is not an entire array, and return their lines.
+
+    Such a kernel reads the operand at the address of its result. XLA copies an entire array to this
+    address if necessary. It copies nothing if the operand is a slice inside the kernel's fusion, or
+    if the fusion stores the result in a part of another array.
+    """
+    lines = []
+    for body in _bodies(text):
+        entire = re.findall(r"(%[\w.-]+) = [^\n]* parameter\(", body)
+        updates = "".join(line for line in _slices(body) if "dynamic-update-slice(" in line)
+        for call in re.finditer(
+            r"(%[\w.-]+) = [^\n]* custom-call\(([^)]*)\)[^\n]*"
+            r"output_to_operand_aliasing=\{\{(\d*)\}: \((\d+)",
+            body,
+        ):
+            name, operands, result, operand = call.groups()
+            results = re.findall(
+                rf"(%[\w.-]+) = [^\n]* get-tuple-element\({re.escape(name)}\), index={result}\b",
+                body,
+            )
+            is_stored = any(re.search(rf"{re.escape(r)}\b", updates) for r in (name, *results))
+            if is_stored or re.findall(r"%[\w.-]+", operands)[int(operand)] not in entire:
+                lines.append(call.group())
+    return lines
+
+
 def _bodies(text: str) -> list[str]:
     """Return the fusions that consist of a kernel's call and slices of its operands or results."""
     bodies = re.findall(r"^%?dynamic-slice-fusion[\w.]* \(.*?^\}", text, re.DOTALL | re.MULTILINE)

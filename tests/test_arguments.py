@@ -87,8 +87,8 @@ def called(name, **options):
 def test_a_boolean_is_no_number(name, option):
     called(name, **{option: 1})
     for value in (True, np.True_, np.array(True), jnp.array(True)):
-        expected = f"{name}: {option} is a {type(value).__name__}; expected a number"
-        with pytest.raises(TypeError, match=expected):
+        given = f"(is a {type(value).__name__}|has dtype bool)"
+        with pytest.raises(TypeError, match=f"{name}: {option} {given}; expected a number"):
             called(name, **{option: value})
 
 
@@ -239,12 +239,13 @@ def test_one_hot_labels(dtype):
             function(X[..., :4], jnp.ones((4, 5)), labels)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 5), (2, 3, 1)])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 5)])
 def test_a_mask_of_classes_for_the_linear_loss(shape):
     """The error about a mask of classes names a function that supports such a mask."""
     name, labels, weight = "linear_softmax_cross_entropy", jnp.zeros((2, 3), int), jnp.ones((4, 5))
-    mask = jnp.ones(shape, bool).at[..., 1:2].set(shape[-1] == 1)
-    with pytest.raises(ValueError, match=rf"^{name}: .*mask of classes.*bias=.*linear_log_prob"):
+    mask = jnp.ones(shape, bool).at[..., 1].set(False)
+    bias = "bias=jnp.where.*" if shape == (1, 1, 5) else ""
+    with pytest.raises(ValueError, match=rf"^{name}: .*mask of classes.*{bias}linear_log_prob"):
         LINEAR_LOSSES[name](X, weight, labels, where=mask)
     log_prob, _ = jaxnorm.linear_log_prob_and_entropy(X, weight, labels, where=mask)
     expected = jaxnorm.softmax_cross_entropy_with_integer_labels(X @ weight, labels, where=mask)
@@ -253,7 +254,7 @@ def test_a_mask_of_classes_for_the_linear_loss(shape):
     bound = of_roundings(16, "float32", 1.0)
     np.testing.assert_allclose(-log_prob, expected, rtol=bound)
     if shape == (1, 1, 5):
-        bias = jnp.where(mask[0, 0], 0, -jnp.inf)
+        bias = jnp.where(mask.reshape(-1), 0, -jnp.inf)
         losses = LINEAR_LOSSES[name](X, weight, labels, bias=bias, reduction="none")
         np.testing.assert_allclose(losses, expected, rtol=bound)
 

@@ -1,11 +1,16 @@
 """`jax.vmap` of every function over each operand equals a loop, in values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from functions import FUNCTIONS, SHAPES, Sizes, floats_in, gradients, operands_of, scalar
 from program_error import analyse, assert_analysed, assert_computes, values_of
+from programs import equations, kernels_in
+
+import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -101,3 +106,89 @@ def test_a_batch_outside_jit(name):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
     assert_computes(jax.vmap(function, dims)(*whole), loop, *whole)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_rms_norm"])
+def test_a_batch_of_scales_reads_x_once(name):
+    """If only scales are mapped, plain JAX computes the forward pass, without copies of x.
+
+    The backward pass has a saved output for each scale, so its arrays are mapped, too.
+    """
+    x, scales = jnp.ones((4096, 1024)), jnp.ones((3, 1024))
+    options = {"bias": jnp.ones(1024)} if name == "layer_norm" else {}
+    residual = [x] if name == "add_rms_norm" else []
+
+    def run(x, scale, **given):
+        return getattr(jaxnorm, name)(x, *residual, scale, **options, **given)
+
+    def mapped(x, scales, **given):
+        return jax.vmap(lambda scale: run(x, scale, **given))(scales)
+
+    def both(x, scales):
+        results, vjp = jax.vjp(mapped, x, scales)
+        return results, vjp(results)
+
+    assert kernels_in(run, x, scales[0]) == 1
+    assert kernels_in(mapped, x, scales) == 0
+    assert kernels_in(functools.partial(mapped, implementation="mosaic"), x, scales) == 1
+    assert kernels_in(jax.vmap(mapped, (0, None)), jnp.stack([x, x]), scales) == 0
+    assert kernels_in(jax.vmap(run), jnp.stack([x, x, x]), scales) == 1
+    assert kernels_in(both, x, scales) == 1
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_depends_on_no_batched_array_is_computed_once(name):
+    """Results and gradients have no batch axis if none of their operands has one.
+
+    This holds inside of `jax.vmap`, and if only tangents have a batch axis, as in `jax.hessian`. If
+    a result had a batch axis, ``out_axes=None`` would raise an error.
+    """
+    function, operands = FUNCTIONS[name].ours, operands_of(name)
+    wrt = floats_in(operands)
+    floats = tuple(operands[i] for i in wrt)
+
+    def both(*floats):
+        whole = [*operands]
+        for i, a in zip(wrt, floats, strict=True):
+            whole[i] = a
+        return function(*whole), gradients(function, wrt)(*whole)
+
+    def inside(b):
+        return both(*floats), b
+
+    def of_tangents(b):
+        return jax.jvp(both, floats, jax.tree.map(lambda a: b * a, floats))
+
+    size = 61  # It occurs in the shape of no other array.
+    batch = jnp.ones(size)
+    traced = jax.make_jaxpr(jax.vmap(inside, out_axes=(None, 0)))(batch)
+    shapes = {v.aval.shape for e in equations(traced) for v in e.outvars}
+    assert not [shape for shape in shapes if size in shape]
+    one = jax.eval_shape(of_tangents, jnp.ones(()))
+    results = jax.eval_shape(jax.vmap(of_tangents, out_axes=(None, 0)), batch)
+    assert jax.tree.map(lambda a: a.shape, results[0]) == jax.tree.map(lambda a: a.shape, one[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["add_rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "add_rms_norm with a gate"]
+)
+def test_the_sum_of_norms_with_a_batch_of_scales_is_computed_once(name):
+    """If only the scale of the result is batched, the sum h and its tangent have no batch axis."""
+    function, operands = FUNCTIONS[name].ours, operands_of(name)
+    kinds = FUNCTIONS[name].kinds.split()
+    at = len(kinds) - 1 - kinds[::-1].index("scale")
+    dims = tuple(0 if i == at else None for i in range(len(operands)))
+
+    def both(*operands):
+        (y, h), (dy, dh) = jax.jvp(function, operands, jax.tree.map(jnp.cos, operands))
+        return (y, dy), (h, dh)
+
+    def batch(*operands):
+        return jax.vmap(both, dims, ((0, 0), (None, None)))(*operands)
+
+    def loop(*operands):
+        each = [both(*operands[:at], scale, *operands[at + 1 :]) for scale in operands[at]]
+        return jax.tree.map(lambda *a: jnp.stack(a), *[y for y, _ in each]), each[0][1]
+
+    whole = [batched(a, dim) for a, dim in zip(operands, dims)]
+    assert_computes(jax.jit(batch)(*whole), loop, *whole)

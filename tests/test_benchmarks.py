@@ -9,7 +9,7 @@ import jax
 import pytest
 from program_error import assert_computes
 
-from benchmarks import calls, hlo, jax_side, plots, providers, run, save, workloads
+from benchmarks import against_plain, calls, hlo, jax_side, plots, providers, run, save, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import ROOT
@@ -454,3 +454,36 @@ def test_collectives_of_a_program():
     ]
     assert found[0].bytes == 3 * found[0].size
     assert found[1].array == "bf16[8,2]"
+
+
+# Calls that are timed against plain JAX.
+
+
+def test_against_plain_jax(monkeypatch, capsys):
+    """All variants of a case compute the same, and the table has a ratio for each direction."""
+    found = [
+        against_plain._scaled_losses("float32", 8, 256),
+        against_plain._attentions(1, 2, 8),
+        against_plain._linear_losses("float32", 8, 16, 256),
+        against_plain._vmapped(8, 32, 2),
+        against_plain._scans(8, 32, 2),
+    ]
+    cases = dict(itertools.chain(*found))
+    for case in cases.values():
+        operands = against_plain._arrays(0, case.operands, case.classes)
+        types = {
+            name: [(a.shape, a.dtype) for a in jax.tree.leaves(jax.eval_shape(f, *operands))]
+            for name, f in case.variants.items()
+        }
+        assert all(each == types["plain"] for each in types.values()), types
+    divergence, *_, scan = cases
+    monkeypatch.setattr(against_plain, "cases", lambda: cases)
+    monkeypatch.setattr(calls, "REPEATS", 1)
+    monkeypatch.setattr(sys, "argv", ["against_plain", divergence, scan])
+    against_plain.main()
+    _, *tables = capsys.readouterr().out.split("\n\n")
+    assert [text.splitlines()[0] for text in tables] == [divergence, scan]
+    for text, passes in zip(tables, (3, 1), strict=True):
+        plain, *others = [line.split() for line in text.splitlines()[2:]]
+        assert plain.count("1.00") == 2 * passes
+        assert others

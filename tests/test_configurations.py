@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,3 +161,63 @@ def test_values(name, configuration):
             got = run(forward_and_gradient(function))(*arrays)
             assert [a.dtype for a in jax.tree.leaves(got)] == dtypes
             assert_analysed(got, expected)
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", [*functions.BASIC, "rms_norm_linear silu"])
+def test_no_tracer_leaks(name):
+    """No function leaks a tracer: outside of `jax.jit`, in derivatives, or in a kernel's body."""
+    step, operands = functions.step_of(name), functions.operands_of(name)
+    sizes = functions.Sizes((512, 32), 128, 32768)
+    large = [
+        jax.ShapeDtypeStruct(functions.SHAPES[kind](sizes), a.dtype)
+        for kind, a in zip(functions.FUNCTIONS[name].kinds.split(), operands, strict=True)
+    ]
+
+    def layers(*operands):
+        def layer(total, _):
+            return total + jax.tree.leaves(step(*operands))[0].sum(), None
+
+        return jax.lax.scan(layer, jnp.zeros(()), None, length=2)[0]
+
+    with leaks_raise():
+        functions.FUNCTIONS[name].ours(*operands)
+        for run in (jax.checkpoint(step), layers):
+            jax.jit(run).trace(*operands)
+        lowered = jax.jit(step).trace(*large).lower(lowering_platforms=("cuda",))
+    assert kernels_of(lowered) or name in ("gated_linear", "activation_linear")
+
+
+@pytest.mark.oldest_jax
+def test_no_tracer_leaks_from_the_kernel_of_a_product():
+    shapes = [(4096, 1024), (1024, 2048), (1024,), (2048,)]
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+    def total(x, weight, scale, bias):
+        y = jaxnorm.rms_norm_linear(x, weight, scale, bias=bias, implementation="mosaic")
+        return jnp.sum(y.astype("float32"))
+
+    with leaks_raise():
+        lowered = (
+            jax.jit(jax.value_and_grad(total)).trace(*arrays).lower(lowering_platforms=("cuda",))
+        )
+    assert kernels_of(lowered)
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", functions.FUNCTIONS)
+def test_no_implicit_promotion(name):
+    """No function relies on an implicit promotion of dtypes or ranks, with 64-bit types enabled.
+
+    Integers are then 64-bit by default, while labels have 32 bits.
+    """
+    step, operands = functions.step_of(name), functions.operands_of(name)
+    expected = analyse(step, *operands)
+    with (
+        jax.enable_x64(True),
+        CHECKS["strict dtype promotion"](),
+        CHECKS["rank promotion raises"](),
+    ):
+        assert_analysed(jax.jit(step)(*operands), expected)

@@ -1,5 +1,8 @@
 """``calls=``, with which the three `convert` functions convert custom norm classes."""
 
+import logging
+import pickle
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -13,6 +16,7 @@ from flax import nnx
 import jaxnorm.equinox
 import jaxnorm.linen
 import jaxnorm.nnx
+from jaxnorm.models import conversion
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -256,6 +260,24 @@ def test_converted_again(caplog):
     assert "a (" not in "".join(record.getMessage() for record in caplog.records)
 
 
+def test_functions_whose_variables_change():
+    """A function of an earlier conversion is not used again if its variables have changed."""
+    x = normal((4, WIDTH))
+
+    def converted(factors):
+        def call(norm, x):
+            return factor * x
+
+        for one in factors:
+            factor = one
+            yield jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: call})
+
+    models = [*converted([2.0, 3.0])]
+    (model,) = converted([2.0])
+    np.testing.assert_array_equal(models[1]["a"](x), 3 * x)
+    np.testing.assert_array_equal(model["a"](x), 2 * x)
+
+
 def test_classes_that_were_not_found(caplog):
     jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), calls={NnxNorm: of_nnx})
     jaxnorm.equinox.convert(eqx.nn.LayerNorm(4), calls={EqxNorm: of_equinox})
@@ -282,6 +304,91 @@ def test_norm_classes_that_are_left_are_named(caplog):
         f"pass calls={{{name}: function}}"
         for name in ("NnxNorm", "EqxNorm", "LinenNorm")
     ]
+
+
+class WithWeight(nn.Module):
+    """A module whose name ends in "Norm", but which is a linear layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.ones, (WIDTH, WIDTH, WIDTH))[0]
+
+
+class PreNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(nn.LayerNorm()(x))
+
+
+def test_only_norms_are_named(caplog):
+    with_weight = type("WithNorm", (WithWeight,), {})
+    with jaxnorm.linen.converted():
+        nn.Sequential([PreNorm(), with_weight()]).init(jax.random.key(0), jnp.ones((2, WIDTH)))
+    assert not caplog.records
+
+
+def test_layers_share_an_entry_of_the_log(caplog):
+    """If nothing is wrong, the line has the level INFO, and one entry for each kind of module."""
+    layers = nnx.List([nnx.Dict(norm=NnxNorm(nnx.Rngs(0))) for _ in range(12)])
+    jaxnorm.nnx.convert(layers, calls={NnxNorm: of_nnx})
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "jaxnorm.nnx.convert: 12 modules call functions of calls: *.norm (NnxNorm, 12 times)"
+    )
+
+
+def pickled(a):
+    return pickle.loads(pickle.dumps(a))
+
+
+def test_pickled_models():
+    """A converted model, and its graph definition, can be pickled."""
+    x = normal((4, WIDTH))
+    model = jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: of_nnx})
+    graph, state = nnx.split(model)
+    assert pickled(graph) == graph
+    for loaded in (pickled(model), nnx.merge(pickled(graph), state)):
+        assert norms_in(loaded["a"], x) == 1
+        assert type(loaded["a"]) is type(model["a"])
+    x = normal((WIDTH,))
+    model = pickled(jaxnorm.equinox.convert(equinox_model(), calls={EqxNorm: of_equinox}))
+    assert norms_in(model["a"], x) == 1
+
+
+def test_pickled_models_whose_functions_cannot_be_pickled(caplog):
+    """A module whose function is a lambda is loaded as a module of its own class."""
+    model = jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: lambda n, x: of_nnx(n, x)})
+    caplog.clear()
+    loaded = pickled(model)
+    assert type(loaded["a"]) is NnxNorm
+    assert "NnxNorm is pickled without its function of calls" in message_of(caplog)
+    model = jaxnorm.equinox.convert(equinox_model(), calls={EqxNorm: lambda n, x: x})
+    assert type(pickled(model)["a"]) is EqxNorm
+
+
+@pytest.mark.parametrize("place", ["a judgement", "a change"])
+def test_an_error_leaves_the_model_unconverted(place, monkeypatch):
+    """If a module cannot be converted, all modules keep their classes and their attributes."""
+    model = nnx_model()
+    model["d"] = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+    before = {key: (type(node), dict(vars(node))) for key, node in model.items()}
+    if place == "a judgement":
+        model["d"].dtype = "no dtype"
+    else:
+
+        class Fixed(nnx.LayerNorm):
+            def __setattr__(self, name, value):
+                if name == "implementation":
+                    raise AttributeError("fixed")
+                super().__setattr__(name, value)
+
+        model["d"].__class__ = Fixed
+        monkeypatch.setattr(conversion, "_adds_nothing", lambda kind: True)
+    before["d"] = type(model["d"]), dict(vars(model["d"]))
+    with pytest.raises((TypeError, AttributeError)):
+        jaxnorm.nnx.convert(model, calls={NnxNorm: of_nnx})
+    assert {key: (type(node), vars(node)) for key, node in model.items()} == before
 
 
 def test_subclasses_whose_body_is_pass(caplog):

@@ -1,8 +1,10 @@
 """Conversion of existing linen models with `jaxnorm.linen.converted`."""
 
 import functools
+import gc
 import math
 import re
+import weakref
 
 import convert_cases
 import flax.linen as nn
@@ -16,7 +18,6 @@ from programs import kernels_in
 from reference import SAFETY, unit_roundoff
 
 import jaxnorm.linen
-from jaxnorm.models import linen_calls
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -260,41 +261,16 @@ def test_norms_that_params_lack_are_named(caplog):
     )
 
 
-@pytest.fixture
-def nothing_before(monkeypatch):
-    """Forget which modules were called in earlier tests.
-
-    The log messages of `converted` depend on these modules.
-    """
-    monkeypatch.setattr(linen_calls, "_seen_before", {})
-
-
-@pytest.mark.usefixtures("nothing_before")
 def test_where_nothing_is_converted_it_says_so(caplog):
     model, x = nn.Sequential([nn.Dense(4), nn.BatchNorm(True)]), normal((6, 16))
     with jaxnorm.linen.converted():
-        variables = model.init(jax.random.key(0), x)
+        model.init(jax.random.key(0), x)
     assert message_of(caplog).startswith(
         "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called inside it, "
         "only BatchNorm, Dense, Sequential; norms of other classes can call jaxnorm.layer_norm"
     )
-    with jaxnorm.linen.converted():
-        model.apply(variables, x)
-    assert len(caplog.records) == 1  # Classes that an earlier message named are not named again.
-    with jaxnorm.linen.converted():
-        nn.Embed(3, 4).init_with_output(jax.random.key(0), jnp.zeros(3, int))
-    assert "only Embed;" in caplog.records[1].getMessage()
 
 
-@pytest.mark.usefixtures("nothing_before")
-def test_where_no_module_is_called_it_says_so(caplog):
-    with jaxnorm.linen.converted():
-        TwoNorms()
-    assert "no linen module was called inside it" in message_of(caplog)
-    assert "not around what makes a model" in message_of(caplog)
-
-
-@pytest.mark.usefixtures("nothing_before")
 def test_calls_of_what_is_compiled_are_no_reason_to_say_so(caplog):
     model, x = TwoNorms(), normal((6, 16))
     variables = model.init(jax.random.key(0), x)
@@ -310,6 +286,44 @@ def test_calls_of_what_is_compiled_are_no_reason_to_say_so(caplog):
     with jaxnorm.linen.converted(implementation="xla"):
         own.init(jax.random.key(0), x)
     assert not caplog.records
+
+
+class Scale(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("w", nn.initializers.ones, (x.shape[-1],))
+
+
+@pytest.mark.parametrize("has_closure", [True, False])
+def test_functions_of_calls_that_are_made_in_each_step(has_closure):
+    """Functions with the same code and data are one function: `jax.jit` traces only once.
+
+    The functions are not kept in memory either.
+    """
+    x, traced, factor = normal((6, 16)), [], 2.0
+    variables = Scale().init(jax.random.key(0), x)
+
+    @jax.jit
+    def apply(variables, x):
+        traced.append(1)
+        return Scale().apply(variables, x)
+
+    made = []
+
+    def step(factor):
+        of_closure, alone = (lambda norm, x: factor * x), (lambda norm, x: 2.0 * x)
+        function = of_closure if has_closure else alone
+        made.append(weakref.ref(function))
+        with jaxnorm.linen.converted(calls={Scale: function}):
+            return apply(variables, x)
+
+    for _ in range(4):
+        np.testing.assert_array_equal(step(factor), 2 * x)
+    gc.collect()
+    assert len(traced) == 1
+    assert sum(one() is not None for one in made) <= 1
+    if has_closure:
+        np.testing.assert_array_equal(step(3.0), 3 * x)
 
 
 @pytest.mark.parametrize("options", [{"save": "both"}, {"implementation": "cudnn"}])

@@ -1,5 +1,6 @@
 """Calls outside of `jax.jit`, and the cost of importing the library."""
 
+import operator
 import subprocess
 import sys
 import timeit
@@ -8,7 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from functions import BASIC, FUNCTIONS, floats_in, of_floats, operands_of
+from functions import (
+    ARGUMENTS,
+    BASIC,
+    FUNCTIONS,
+    OTHERS,
+    VARIANTS,
+    floats_in,
+    gradients,
+    of_floats,
+    operands_of,
+    options_of,
+    plain_call_of,
+    public_functions,
+)
 from program_error import assert_computes
 from programs import primitives
 
@@ -95,6 +109,90 @@ def test_arguments_that_cannot_be_hashed():
     )
 
 
+class Changing:
+    """An object that stands for a number or an array, as an ``nnx.Param`` does, and may change.
+
+    Two objects are equal only if they are the same object.
+    """
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return jnp.asarray(self.value)
+
+    def __float__(self):
+        return float(self.value)
+
+    def __index__(self):
+        return operator.index(self.value)
+
+
+class ChangingDtype(Changing):
+    dtype = property(lambda self: np.dtype(self.value))
+
+
+# Maps each argument that may be such an object to two values.
+CHANGES = {
+    **{
+        name: (a, a - (np.arange(a.size) % 3 / 4).astype(a.dtype).reshape(a.shape))
+        for name, a in ARGUMENTS.items()
+        if name != "labels"
+    },
+    "labels": (ARGUMENTS["labels"], ARGUMENTS["labels"] + 1),
+    **dict.fromkeys(["bias", "teacher_bias", "next_scale"], (np.zeros(8), np.arange(8.0))),
+    "where": (np.ones(4, bool), np.arange(4) > 1),
+    "axis": (-1, 0),
+    "epsilon": (1e-6, 0.5),
+    **dict.fromkeys(["scale_offset", "label_smoothing", "z_loss"], (0.0, 0.5)),
+    **dict.fromkeys(["logits_scale", "logit_softcap", "teacher_logit_softcap"], (1.0, 0.5)),
+    "chunk": (2, 3),
+    "dtype": ("float32", "float16"),
+}
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_arguments_that_change_between_calls(name):
+    """A call uses the present value of an object, not the value that the object had before."""
+    call = plain_call_of(name)
+    arguments = {*call.keywords, *options_of(name)}
+    # The labels would not fit another axis.
+    can_change = {*CHANGES} - ({"axis"} if "labels" in arguments else set())
+    changed = set()
+    for argument in sorted(arguments & can_change):
+        before, after = CHANGES[argument]
+        if argument == "scale" and name.endswith("softmax"):
+            before, after = 1.0, 0.5
+        if argument == "where" and name.endswith("softmax"):
+            before, after = (a[:, None] for a in (before, after))
+        given = (ChangingDtype if argument == "dtype" else Changing)(before)
+        try:
+            call(**{argument: given})
+        except TypeError:  # It must be a Python number.
+            continue
+        given.value = after
+        got, expected = call(**{argument: given}), call(**{argument: after})
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        changed.add(argument)
+    expected = {*call.keywords, "epsilon", "logits_scale", "scale"}
+    assert expected & arguments <= changed
+
+
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_numpy_arrays_that_change_in_place(name):
+    """A later call uses the new values. Results of an earlier call do not change."""
+    call = plain_call_of(name)
+    for argument in call.keywords:
+        before, after = (np.array(value) for value in CHANGES[argument])
+        given, expected = before.copy(), (call(**{argument: v}) for v in (before, after))
+        first = call(**{argument: given})
+        jax.block_until_ready(first)
+        given[...] = after
+        for got, value in zip((first, call(**{argument: given})), expected, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, got, value)
+
+
 def test_a_traced_argument_meets_no_jit():
     """If any argument is traced, the caller's jaxpr contains the primitive itself, not a jit."""
     x, scale = jnp.ones((4, 8)), jnp.ones(8)
@@ -174,6 +272,27 @@ def test_debug_infs_stays_silent_where_positions_do_not_count():
             assert not jax.grad(function)(x)[1].any()
         with pytest.raises(FloatingPointError, match=r"\(inf\) .* jaxnorm\.softmax_cross_entropy"):
             jax.grad(functions[0])(bad)
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in VARIANTS])
+def test_no_false_alarms_outside_of_jit(name):
+    """Finite results and derivatives raise no error, although a loss marks masked rows by -inf."""
+    operands = [*map(jnp.asarray, operands_of(name))]
+    floats = [operands[i] for i in floats_in(operands)]
+    gradient = gradients(of_floats(FUNCTIONS[name].ours, operands), (*range(len(floats)),))
+    with jax.debug_nans(True), jax.debug_infs(True):
+        jax.jvp(gradient, floats, floats)
+        jax.vmap(gradient)(*[a[None] for a in floats])
+
+
+def test_a_nan_in_a_second_derivative():
+    x, labels = jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
+    loss = jaxnorm.softmax_cross_entropy_with_integer_labels
+    gradient = jax.grad(lambda x: loss(x, labels).sum())
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\)"):
+        jax.jvp(gradient, (x,), (x.at[0, 0].set(jnp.nan),))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ wrong arguments.
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,7 @@ OPTIONS = {
         (["gelu"], r"activation=\['gelu'\]; expected one of"),
     ],
     "logits_scale": [
-        (0, "logits_scale=0; expected a number above 0"),
-        (-1.0, "logits_scale=-1.0; expected a number above 0"),
+        (float("inf"), "logits_scale=inf; expected a finite number"),
     ],
     "logit_softcap": [
         (0, "logit_softcap=0; expected a number above 0"),
@@ -201,19 +201,19 @@ PRODUCT = {"gate": T((2, 3)), "up": T((2, 3)), "weight": T((3, 5))}
 ROWS = {"x": T((3, 5, 16)), "residual": T((3, 5, 16))}
 LOSS = {**LINEAR, "labels": jnp.zeros(2, int)}
 OF_NORM_LINEAR = [
-    ({"x": T(())}, r"x has shape \(\); expected \(..., d\).*x\[None\]"),
-    ({"weight": T((4, 5))}, r"\(4, 5\); expected \(3, n\).*weight.T"),
+    ({"x": T(())}, r"x has shape \(\); expected \(..., d\), a vector of features"),
+    ({"weight": T((5, 3))}, r"\(5, 3\); expected \(3, n\).*weight.T"),
     ({"weight": T(3)}, r"weight has shape \(3,\); expected \(3, n\)"),
     ({"bias": T(3)}, r"bias has shape \(3,\); expected \(5,\), a number for"),
 ]
 OF_LINEAR_LOSS = [
-    ({"weight": T((4, 5))}, r"\(4, 5\); expected \(3, V\).*weight.T"),
+    ({"weight": T((5, 3))}, r"\(5, 3\); expected \(3, V\).*weight.T"),
     ({"weight": T(3)}, r"weight has shape \(3,\); expected \(3, V\)"),
     ({"weight": T((3, 0))}, "one class or more"),
-    ({"x": T(())}, r"x has shape \(\); expected \(..., d\).*x\[None\]"),
+    ({"x": T(())}, r"x has shape \(\); expected \(..., d\), a vector of features"),
     ({"bias": T((1, 5))}, r"bias has shape \(1, 5\); expected \(5,\)"),
     ({"labels": T((2, 1, 1), int)}, r"\(2, 1, 1\); expected \(2,\).*reshape"),
-    ({"labels": T(3, int)}, r"\(3,\); expected \(2,\).*reshape"),
+    ({"labels": T(3, int)}, r"\(3,\); expected \(2,\), the shape of x"),
     ({"logits_scale": T(3)}, r"\(3,\); expected .* labels' shape \(2,\), with 1 axes"),
 ]
 OF_TEACHER = {"teacher_x": T((2, 4)), "teacher_weight": T((4, 5))}
@@ -223,7 +223,7 @@ OF_SEVERAL = [
 ]
 OF_SOFTMAX = [
     ({"where": T((2, 3), "float32")}, "where has dtype float32.*additive mask to x"),
-    ({"where": T((2, 3), "int32")}, "where has dtype int32.*additive mask to x"),
+    ({"where": T((2, 3), "int32")}, r"where has dtype int32.*where.astype\(jnp.bool_\)"),
     *(({"where": T(s, bool)}, r"broadcasts to x's shape \(2, 3\)") for s in [(2,), (2, 5), (4, 1)]),
     ({"bias": T((3, 1, 1))}, r"bias has shape \(3, 1, 1\)"),
     ({"bias": T(5)}, r"broadcasts to x's shape \(2, 3\) without enlarging"),
@@ -237,7 +237,7 @@ OF_NORM = [
     *(
         (
             {"scale": T(shape)},
-            r"scale has shape .*; expected \(4,\).* after axes that broadcast to \(2, 3\).*reshape",
+            r"scale has shape .*; expected \(4,\).* after axes that broadcast to \(2, 3\)",
         )
         for shape in [(3,), (), (2, 4), (3, 3, 4), (1, 2, 3, 4), (2, 3), (3, 1, 1)]
     ),
@@ -252,7 +252,7 @@ OF_RESIDUAL = [
 ]
 OF_GATE = [
     ({"gate": T(8)}, r"gate has shape \(8,\); expected \(16,\)"),
-    ({"gate": T((3, 5))}, r"gate has shape \(3, 5\); .*broadcast gate to that shape"),
+    ({"gate": T((3, 5))}, r"gate has shape \(3, 5\); .*gate.reshape\(\(3, 5, 1\)\)"),
     ({"gate": T((1, 3, 1, 16))}, r"gate has shape \(1, 3, 1, 16\)"),
 ]
 OF_POSITIONS = [
@@ -261,7 +261,7 @@ OF_POSITIONS = [
     ({"where": T((2, 2), bool)}, r"where has shape \(2, 2\); expected .* broadcasts to logits' sh"),
     ({"where": np.ones(2, int)}, r"where has dtype int\d\d"),
     ({"logits_scale": T(3)}, r"\(3,\); expected .* labels' shape \(2,\), with 1 axes"),
-    ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
+    ({"logits_scale": T(2, bool)}, "logits_scale has dtype bool; expected a number or an"),
 ]
 
 # Maps a function to a pair: valid arguments, and a list of (changed arguments, error message). Each
@@ -278,7 +278,7 @@ ARGUMENTS = {
             ({"gate": T(16)}, r"gate has shape \(16,\); .*broadcast gate, e.g."),
             ({"scale": T(8)}, r"scale has shape \(8,\); expected \(16,\)"),
             ({"scale": T((3, 16))}, r"scale has shape \(3, 16\); expected \(16,\).*or none"),
-            ({"x": T(()), "gate": T(())}, r"x with shape \(\).*x\[None\]"),
+            ({"x": T(()), "gate": T(())}, r"x has shape \(\); expected \(..., d\), a vector"),
             ({"activation": jax.nn.silu}, "activation=.*silu.*; expected one of 'silu', 'gelu', "),
             ({"activation": None}, "activation=None; expected one of 'silu', 'gelu', 'relu', 'l"),
         ],
@@ -296,7 +296,7 @@ ARGUMENTS = {
             ),
             (dict.fromkeys(("cos", "sin"), T((1, 4, 8, 2, 8))), "one shape that"),
             ({"cos": T(()), "sin": T(())}, r"cos has shape \(\) and sin \(\)"),
-            ({"x": T(())}, r"x with shape \(\).*x\[None\]"),
+            ({"x": T(())}, r"x has shape \(\); expected \(..., d\), a vector"),
         ],
     ),
     "rms_norm_linear": (
@@ -340,7 +340,7 @@ ARGUMENTS = {
             ({"where": "all"}, "where is a str; expected an array"),
             ({"logits_scale": T(3)}, r"\(3,\); expected .* positions' shape \(2,\), with 1 axes"),
             ({"logits_scale": T((2, 3))}, r"logits_scale has shape \(2, 3\); expected a number"),
-            ({"logits_scale": T(2, bool)}, "expected a number or an array of floats, not of bool"),
+            ({"logits_scale": T(2, bool)}, "logits_scale has dtype bool; expected a number or an"),
             ({"logits_scale": 1e-30, "teacher_logit_softcap": 1e30}, "scale / teacher_logit_soft"),
         ],
     ),
@@ -363,7 +363,7 @@ ARGUMENTS = {
             ),
             (
                 {"teacher_x": T((3, 4))},
-                r"teacher_x has shape \(3, 4\); expected \(2, 'e'\), the posi",
+                r"teacher_x has shape \(3, 4\); expected \(2, 4\), the positions",
             ),
             ({"teacher_weight": T((4, 6))}, r"expected \(4, 5\), the classes of weight \(3, 5\)"),
             ({"teacher_bias": T(4)}, r"teacher_bias has shape \(4,\); expected \(5,\)"),
@@ -407,14 +407,14 @@ OF_PRODUCT = [
 ]
 ARGUMENTS["activation_linear"] = (
     {"x": T((2, 3)), "weight": T((3, 5))},
-    [*OF_PRODUCT, ({"x": T(())}, r"x has shape \(\); expected \(..., f\).*x\[None\]")],
+    [*OF_PRODUCT, ({"x": T(())}, r"x has shape \(\); expected \(..., f\), a vector")],
 )
 ARGUMENTS["gated_linear"] = (
     PRODUCT,
     [
         *OF_PRODUCT,
         ({"up": T(3)}, r"up has shape \(3,\); expected \(2, 3\), the shape of gate"),
-        ({"gate": T(())}, r"gate has shape \(\); expected \(..., f\).*gate\[None\]"),
+        ({"gate": T(())}, r"gate has shape \(\); expected \(..., f\), a vector"),
     ],
 )
 
@@ -448,3 +448,220 @@ POSITIONAL = {
 def test_options_are_named(name):
     with pytest.raises(TypeError, match="positional"):
         getattr(jaxnorm, name)(*POSITIONAL[name])
+
+
+# ------------------------------------------------------------------------------ hints of errors
+
+LOGITS_3D, POSITIONS = (
+    {"logits": T((4, 6, 9)), "labels": jnp.zeros((4, 6), int)},
+    {"x": T((4, 6, 3))},
+)
+HEADS = {**POSITIONS, "weight": T((3, 9)), "labels": jnp.zeros((4, 6), int)}
+TEACHER = {**POSITIONS, "weight": T((3, 9)), "teacher_x": T((4, 6, 5)), "teacher_weight": T((5, 9))}
+KL, CE = "kl_divergence", "softmax_cross_entropy_with_integer_labels"
+LINEAR_CE, LINEAR_KL = "linear_softmax_cross_entropy", "linear_kl_divergence"
+# Calls with an array of a wrong shape, and a part of the hint, or None for errors without a hint.
+HINTS = [
+    *(
+        (name, {**given, argument: T(shape, dtype)}, hint)
+        for name, given in ((CE, LOGITS_3D), (LINEAR_CE, HEADS), (LINEAR_KL, TEACHER))
+        for argument, dtype in (("where", bool), ("where", "float32"), ("logits_scale", "float32"))
+        for shape, hint in (((4,), "(4, 1)"), ((6,), "(1, 6)"), ((4, 5), None))
+    ),
+    *(
+        (name, {**given, argument: T((4, 6, 1))}, "(4, 6)")
+        for name, given in ((CE, LOGITS_3D), (LINEAR_CE, HEADS), (LINEAR_KL, TEACHER))
+        for argument in ("where", "logits_scale")
+        if (name, argument) != (CE, "where")  # weights of classes
+    ),
+    (CE, {**LOGITS_3D, "where": T(9, bool)}, "(1, 1, 9)"),
+    (CE, {**LOGITS_3D, "where": [[True]] * 6}, "(1, 6)"),
+    (CE, {**LOGITS_3D, "where": T(9)}, None),
+    (CE, {**LOGITS_3D, "labels": [[[0]] * 6] * 4}, "(4, 6)"),
+    (CE, {**LOGITS_3D, "labels": T(6, int)}, "broadcast_to"),
+    (LINEAR_CE, {**HEADS, "labels": T((6,), int)}, "broadcast_to"),
+    (LINEAR_CE, {**HEADS, "weight": T((9, 3))}, "weight.T"),
+    (LINEAR_CE, {**HEADS, "weight": T((3, 3, 3))}, "reshape(3, -1)"),
+    (LINEAR_CE, {**HEADS, "weight": T((4, 9))}, None),
+    (LINEAR_CE, {**HEADS, "bias": T((1, 9))}, "bias.reshape((9,))"),
+    (LINEAR_CE, {**HEADS, "bias": T(8)}, None),
+    (LINEAR_CE, {**HEADS, "where": T((4, 6, 9), bool)}, None),
+    (LINEAR_CE, {**HEADS, "where": T((1, 1, 9), bool)}, "bias=jnp.where"),
+    (LINEAR_KL, {**TEACHER, "teacher_weight": T((9, 5))}, "teacher_weight.T"),
+    (LINEAR_KL, {**TEACHER, "teacher_x": T((24, 5))}, "(4, 6, 5)"),
+    (LINEAR_KL, {**TEACHER, "teacher_x": T((4, 5, 5))}, None),
+    (KL, {"logits": T((2, 3)), "teacher_logits": T((2, 5))}, None),
+    (KL, {"logits": T((2, 3)), "teacher_logits": T(3)}, "broadcast_to"),
+    ("add_rms_norm", {**ROWS, "residual": T((3, 4, 16))}, None),
+    ("add_rms_norm", {**ROWS, "residual": T((15, 16))}, "(3, 5, 16)"),
+    ("add_rms_norm", {**ROWS, "residual": T((3, 1, 16))}, "broadcast_to"),
+    ("layer_norm", {"x": T((3, 5, 16)), "scale": T((3, 16))}, "(3, 1, 16)"),
+    ("layer_norm", {"x": T((3, 5, 16)), "scale": T(())}, "(1,)"),
+    ("layer_norm", {"x": T((3, 5, 16)), "bias": T(15)}, None),
+    ("softmax", {"x": T((2, 3)), "where": T(2, bool)}, "(2, 1)"),
+    ("softmax", {"x": T((2, 3)), "where": [1.0, 0, 1]}, "jnp.asarray(where, jnp.bool_)"),
+    ("softmax", {"x": T((2, 3)), "bias": T((1, 2, 3))}, "bias.reshape((2, 3))"),
+    ("softmax", {"x": T(())}, "x[None]"),
+    ("softmax", {"x": T(()), "axis": None}, "x[None]"),
+    ("softmax", {"x": T(()), "axis": 3}, None),
+    ("softmax", {"x": [1.0, 2.0]}, "jnp.asarray(x, jnp.float32)"),
+    ("softmax", {"x": None}, None),
+]
+HINT = re.compile(r"(?:e\.g\.|use) (?:(\w+)=)?(\S.*?)(?=, or |, which |; |\n|$)")
+
+
+def followed(call, arguments, message):
+    """Follow the first hint of an error. Return True if it has a hint."""
+    names = rf"\b(?:{'|'.join(arguments)})\b"
+    hints = [m.groups() for m in HINT.finditer(message) if re.search(names, m.group(2))]
+    if not hints or "..." in hints[0][1] or hints[0][1].startswith("-jaxnorm"):
+        return False
+    target, expression = hints[0]
+    name = re.search(names, expression).group()
+    changed = eval(expression, {"jnp": jnp, **arguments})
+    kept = {n: a for n, a in arguments.items() if n != name or not target}
+    call(**{**kept, target or name: changed})
+    return True
+
+
+def error_of(call, **arguments):
+    with pytest.raises(CAUSED) as caught:
+        call(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("i", range(len(HINTS)))
+def test_hints(i):
+    """A call works after the hint of its error is followed."""
+    name, arguments, hint = HINTS[i]
+    call = getattr(jaxnorm, name)
+    message = error_of(call, **arguments)
+    assert hint is None or hint in message, message
+    assert followed(call, arguments, message) == (hint is not None), message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hints_of_other_errors(name):
+    """No hint of an error that `ARGUMENTS` expects fails."""
+    given, cases = ARGUMENTS[name]
+    for changed, _ in cases:
+        arguments = {**given, **changed}
+        followed(getattr(jaxnorm, name), arguments, error_of(getattr(jaxnorm, name), **arguments))
+
+
+# NumPy arrays that JAX does not accept, and whether a hint can say how to convert them.
+UNSUPPORTED = {
+    "swapped": (lambda a: a.astype(a.dtype.newbyteorder("S")), True),
+    "long": (lambda a: a.astype(np.longdouble), True),
+    "masked": (np.ma.masked_array, True),
+    "text": (lambda a: np.full(a.shape, "a"), False),
+    "objects": (lambda a: np.full(a.shape, object()), False),
+    "dates": (lambda a: np.zeros(a.shape, "datetime64[s]"), True),
+    "keys": (lambda a: jax.random.split(jax.random.key(0), a.shape), False),
+    "complex": (lambda a: a.astype(complex), False),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_arrays(name, kind):
+    """Arrays that JAX does not accept raise an error of the function, for each array argument."""
+    make, has_hint = UNSUPPORTED[kind]
+    call = plain_call_of(name)
+    parameters = inspect.signature(call.func).parameters
+    scales = [p for p in ("scale", "logits_scale") if p in parameters]
+    others = [p for p in ("labels", "where", *scales) if p in parameters]
+    for argument in dict.fromkeys([*arrays_of(name), *others]):
+        default = np.zeros(4, bool) if argument == "where" else np.ones(8, np.float32)
+        shapes = {"logits_scale": 4, "residual": (4, 8)}
+        if argument in shapes:
+            default = np.ones(shapes[argument], np.float32)
+        value = np.asarray(call.keywords.get(argument, default))
+        if kind == "swapped" and value.itemsize == 1:
+            continue
+        wrong = {argument: make(value)}
+        message = error_of(call, **wrong)
+        assert message.startswith(f"{name}: {argument} "), message
+        arguments = {**call.keywords, **wrong}
+        if name in SOFTMAXES and argument == "scale":
+            continue  # A scale with an axis is wrong in any dtype.
+        if argument == "where" and name in SOFTMAXES:
+            arguments["x"] = T((4, 4))
+        assert followed(call.func, arguments, message) == has_hint, message
+
+
+# ----------------------------------------------------------------- names and order of arguments
+
+OTHER_NAMES = [
+    ("rms_norm", "eps", 1e-5, "use epsilon="),
+    ("rms_norm", "weight", T(8), "use scale="),
+    ("rms_norm", "dim", -1, "use axis="),
+    ("layer_norm", "beta", T(8), "use bias="),
+    ("softmax", "mask", T((4, 8), bool), "use where="),
+    ("softmax", "is_causal", True, "use causal="),
+    ("softmax", "temperature", 2.0, "use scale=1 / temperature"),
+    (CE, "mask", T(4, bool), "use where="),
+    (CE, "ignore_index", -100, "use where=labels != ignore_index"),
+    (CE, "smoothing", 0.1, "use label_smoothing="),
+    (CE, "scale", 0.5, "use logits_scale="),
+    (LINEAR_CE, "ignore_index", -100, "use where=labels != ignore_index"),
+    (LINEAR_CE, "temperature", 2.0, "use logits_scale=1 / temperature"),
+    (LINEAR_CE, "chunk_size", 2, "use chunk="),
+    (LINEAR_CE, "softcap", 30.0, "use logit_softcap="),
+    (LINEAR_KL, "reductions", "sum", "use reduction="),
+    ("gated_linear", "act_fn", "gelu", "use activation="),
+    ("rms_norm", "is_causal", True, "expected one of x, scale, axis"),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value", "hint"), OTHER_NAMES)
+def test_names_of_other_libraries(name, argument, value, hint):
+    call = plain_call_of(name)
+    for run in (call, jax.jit(lambda v: call(**{argument: v}))):
+        given = {argument: value} if run is call else {"v": 1.0}
+        with pytest.raises(TypeError, match=rf"^{name}: .*keyword argument '{argument}'.*{hint}"):
+            run(**given)
+    if "use" in hint:
+        ours, _, text = hint.removeprefix("use ").partition("=")
+        call(**{ours: eval(text, {**call.keywords, argument: value}) if text else value})
+
+
+SWAPPED = {
+    "rms_norm_linear": (T((2, 6, 3)), T(3), T((3, 5))),
+    "linear_softmax_cross_entropy": (T((2, 6, 3)), jnp.zeros((2, 6), int), T((3, 5))),
+    "linear_log_prob_and_entropy": (T((2, 6, 3)), jnp.zeros((2, 6), int), T((3, 5))),
+    "linear_kl_divergence": (T((2, 6, 3)), T((2, 6, 4)), T((3, 5)), T((4, 5))),
+    CE: (jnp.zeros((2, 6), int), T((2, 6, 3))),
+    "log_prob_and_entropy": (jnp.zeros((2, 6), int), T((2, 6, 3))),
+    "gated_linear": (T((2, 6, 3)), T((3, 5)), T((2, 6, 3))),
+    "activation_linear": (T((5, 3)), T((2, 5))),
+    "add_rms_norm": (T((2, 6, 3)), T(3), T((2, 6, 3))),
+    "rms_norm": (T(3), T((2, 6, 3))),
+    "rms_norm_rope": (T((2, 6, 4)), T((6, 2)), 2 * T((6, 2)), T(4)),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_swapped_arguments(name):
+    """Arrays that would be valid in another order: the error asks whether they are swapped."""
+    function, arguments = getattr(jaxnorm, name), SWAPPED[name]
+    names = [*inspect.signature(function).parameters]
+    for run in (function, jax.jit(function)):
+        with pytest.raises(
+            CAUSED, match=rf"^{name}: .*are .* (swapped|in another order)\?"
+        ) as caught:
+            run(*arguments)
+    assert "swapped" in str(caught.value) or name == "rms_norm_rope"
+    order = [*names[: len(arguments)]]
+    moved = re.search("are (.*?) (?:swapped|in)", str(caught.value)).group(1).split(" and ")
+    for name_of, a in zip(
+        moved, [*moved[1:], moved[0]] if len(moved) == 2 else [moved[2], *moved[:2]]
+    ):
+        order[names.index(name_of)] = a
+    given = dict(zip(names, arguments))
+    function(**{n: given[a] for n, a in zip(names, order)})
+    # These errors do not depend on the order.
+    with pytest.raises(ValueError, match=r"^rms_norm_linear: weight has shape"):
+        jaxnorm.rms_norm_linear(T((2, 3)), T(3))
+    with pytest.raises(TypeError, match=r"^kl_divergence: logits_scale is differentiated"):
+        jax.grad(lambda s: jaxnorm.kl_divergence(T(3), T(3), logits_scale=s))(0.5)

@@ -20,6 +20,7 @@ from gated_linear_cases import (
     operands,
     value_and_gradients,
 )
+from jax.experimental import checkify, io_callback
 from pairs import pairwise
 from program_error import analyse, assert_computes
 from reference import assert_within, exact, rounding
@@ -229,3 +230,82 @@ def test_a_product_of_a_tree():
 
     arrays = x, weight["scale"], bias, jax.random.key(3)
     assert_computes_with_gradients(function, plain, *arrays)
+
+
+def effects_of(seen):
+    """Return functions of (h, weight) that have an effect. A callback appends to the list `seen`.
+
+    The callback returns twice the number of its calls.
+    """
+
+    def see(a):
+        seen.append(a)
+        return np.float32(2 * len(seen))
+
+    def prints(h, weight, *, ordered=False):
+        jax.debug.callback(see, h.sum(), ordered=ordered)
+        return h @ weight
+
+    def calls_back(h, weight):
+        io_callback(see, jax.ShapeDtypeStruct((), "float32"), 0.0, ordered=True)
+        return h @ weight
+
+    def uses_a_result(h, weight):
+        result = io_callback(see, jax.ShapeDtypeStruct((), "float32"), 0.0, ordered=True)
+        return result * (h @ weight) / 2
+
+    def writes(h, weight):
+        jax.debug.callback(see, 0.0)
+        y = jax.new_ref(h @ weight / 2)
+        jax.ref.addupdate(y, ..., h @ weight / 2)
+        return jax.freeze(y)
+
+    ordered = functools.partial(prints, ordered=True)
+    return {
+        "print": prints,
+        "ordered print": ordered,
+        "print inside jit": lambda h, weight: jax.jit(ordered)(h, weight),
+        "io_callback": calls_back,
+        "result of io_callback": uses_a_result,
+        "ref": writes,
+    }
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", effects_of([]))
+def test_effects_of_a_product_happen_once(name, around):
+    """In a gradient, an effect of `product` happens once, as in plain JAX."""
+    seen = []
+    product = effects_of(seen)[name]
+    a = operands((5, 8), 6)
+
+    def ours(gate, up, weight):
+        y = jaxnorm.gated_linear(gate, up, weight, product=product)
+        return jnp.sum(jnp.sin(y))
+
+    def plain(gate, up, weight):
+        return jnp.sum(jnp.sin((jax.nn.silu(gate) * up) @ weight))
+
+    arrays = [a[name] for name in ("gate", "up", "weight")]
+    derived = jax.grad(ours, (0, 1, 2))
+    results = around(derived)(*arrays)
+    jax.effects_barrier()
+    assert len(seen) == 1
+    assert_computes(results, jax.grad(plain, (0, 1, 2)), *arrays)
+
+
+def test_a_check_in_a_product():
+    """`checkify` finds a failed check in `product`, also in a gradient."""
+    arrays = [operands((5, 8), 6)[name] for name in ("gate", "weight")]
+
+    def product(h, weight):
+        checkify.check(jnp.all(h < 1), "h is large")
+        return h @ weight
+
+    def loss(x, weight):
+        return jnp.sum(jaxnorm.activation_linear(x, weight, product=product))
+
+    for function in (loss, jax.grad(loss, (0, 1))):
+        for x, failed in ((arrays[0] / 100, False), (arrays[0] * 100, True)):
+            error, _ = checkify.checkify(jax.jit(function))(x, arrays[1])
+            assert ("h is large" in str(error.get())) == failed

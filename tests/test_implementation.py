@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from program_error import analyse, assert_analysed, assert_computes
 from specs import build_spec
 
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm_kernels import launching, xla
-from jaxnorm_kernels.implementation import Implementation
+from jaxnorm_kernels.implementation import Implementation, Results
 from jaxnorm_kernels.mosaic import support
+from jaxnorm_kernels.mosaic.device import mgpu
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -305,14 +308,24 @@ def broken(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     counts = tmp_path / "counts"
 
-    def make(name, error="ImportError('no such thing')"):
+    def make(name, code="raise ImportError('no such thing')"):
         module = f"jaxnorm_broken_{name}"
-        code = f"with open({str(counts)!r}, 'a') as f:\n    f.write('{name} ')\nraise {error}\n"
-        (tmp_path / f"{module}.py").write_text(code)
+        count = f"with open({str(counts)!r}, 'a') as f:\n    f.write('{name} ')\n"
+        (tmp_path / f"{module}.py").write_text(f"{count}{code}\n")
         monkeypatch.setitem(backends.MODULES, name, module)
         return lambda: counts.read_text().split() if counts.exists() else []
 
     yield make
+    jax.clear_caches()
+
+
+@pytest.fixture
+def lowering(monkeypatch):
+    """Forget which kernels could not be lowered, before and after a test."""
+    monkeypatch.setattr(backends, "_unlowered", {})
+    monkeypatch.setattr(backends, "_told", set())
+    jax.clear_caches()
+    yield
     jax.clear_caches()
 
 
@@ -332,9 +345,99 @@ def test_a_failing_import_is_tried_once(broken, monkeypatch):
 
 
 def test_an_import_may_fail_in_any_way(broken):
-    broken("mosaic", "AttributeError('module jax has no attribute mosaic')")
+    broken("mosaic", "import jax\njax.no_such_name")
     reason = jaxnorm.implementation_for("softmax", (4, 8), "float32", platform="cuda").forward
-    assert "mosaic: it cannot be imported: AttributeError: module jax has no" in reason.reason
+    assert "mosaic: it cannot be imported: AttributeError: module 'jax' has no" in reason.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import jaxnorm.no_such_module", "No module named"),
+        ("from jaxnorm_kernels.specs import no_such_name", "cannot import name"),
+        ("import jaxnorm_kernels.specs as specs; specs.no_such_name", "no attribute"),
+        ("from jaxnorm_kernels.specs import Spec; Spec.no_such_name", "no attribute"),
+        ("no_such_name", "not defined"),
+        ("None + 1", "unsupported operand"),
+    ],
+)
+def test_a_bug_of_ours_is_no_missing_package(code, error, broken, monkeypatch):
+    """An import that fails because of jaxnorm's own code raises the error, also by default."""
+    broken("mosaic", code)
+    monkeypatch.setattr(launching, "TESTED", (jax.__version__,))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"because of a bug of jaxnorm, .*{error}"):
+            jaxnorm.implementation_for("softmax", (4, 8), "float32", platform="cuda")
+    # With another version of JAX, a function of JAX may have changed.
+    monkeypatch.setattr(launching, "TESTED", ("0.1",))
+    if code in ("no_such_name", "None + 1"):
+        reason = jaxnorm.implementation_for("softmax", (4, 8), "float32", platform="cuda").forward
+        said = (
+            rf"it cannot be imported: .*{error}.* \(with jax {jax.__version__}, .* with jax 0\.1\)"
+        )
+        assert re.search(said, str(reason))
+
+
+# Changes of JAX's private API that break Mosaic's kernels when they are lowered.
+CHANGES = {
+    "a removed function": lambda patch: patch.delattr(mgpu.utils, "getelementptr"),
+    "a removed operation": lambda patch: patch.delattr(mgpu.llvm, "load"),
+    "another signature": lambda patch: patch.setattr(mgpu.utils, "c", lambda: None),
+    "another result": lambda patch: patch.setattr(mgpu.utils, "memref_ptr", lambda ref: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kernel_that_cannot_be_lowered_is_no_default(change, lowering, monkeypatch, caplog):
+    """By default, XLA's code runs, with one warning that names the versions of JAX."""
+    CHANGES[change](monkeypatch)
+    x = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
+    scale, labels = jnp.ones(1024), jnp.zeros(2048, jnp.int32)
+
+    def loss(x):
+        y = jaxnorm.layer_norm(jaxnorm.softmax(x), scale, scale)
+        return jaxnorm.softmax_cross_entropy_with_integer_labels(y, labels).mean()
+
+    program = jax.jit(jax.value_and_grad(loss)).trace(x)
+    assert "mosaic_gpu" not in program.lower(lowering_platforms=("cuda",)).as_text()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("jaxnorm", "WARNING")
+    message = "jaxnorm: .* runs without the default implementation 'mosaic': its kernel cannot be "
+    tested = f"with jax {jax.__version__}, jaxlib .*; the kernels were tested with jax 0"
+    assert re.match(f"{message}lowered: .*{tested}", record.getMessage())
+    plan = jaxnorm.implementation_for("softmax", x.shape, x.dtype, platform="cuda")
+    assert plan.forward.name == plan.backward.name == "xla"
+    assert "mosaic: its kernel cannot be lowered" in plan.forward.reason
+    named = jax.jit(lambda x: jaxnorm.softmax(x, implementation="mosaic")).trace(x)
+    message = "softmax: implementation='mosaic': its kernel cannot be lowered: .*"
+    with pytest.raises(ValueError, match=message + tested):
+        named.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("preferred", [None, "stub"])
+def test_the_lowering_of_a_kernel_fails_once(preferred, stub, lowering, monkeypatch, caplog):
+    """The values are those of XLA's code. Other calls still run kernels."""
+    lowered = []
+
+    @jax.jit
+    def unfinished(y):
+        return failing.bind(jnp.sin(y))
+
+    def fails(ctx, y):
+        lowered.append(y)
+        raise TypeError("another signature")
+
+    failing = Primitive("failing")
+    failing.def_abstract_eval(lambda y: y)
+    mlir.register_lowering(failing, fails)
+    monkeypatch.setattr(Stub, "forward", lambda self, operands, spec: Results(y=unfinished(X)))
+    monkeypatch.setattr(backends, "_PREFERRED", preferred)
+    stub(HERE)
+    for f in (jaxnorm.softmax, jax.jit(jaxnorm.softmax), jax.jit(lambda x: jaxnorm.softmax(x))):
+        np.testing.assert_array_equal(f(X), jaxnorm.softmax(X, implementation="xla"))
+    assert len(lowered) == len(caplog.records) == 1
+    with pytest.raises(ValueError, match=r"implementation='stub': its .* another signature"):
+        jaxnorm.softmax(X, implementation="stub")
 
 
 @pytest.mark.parametrize(

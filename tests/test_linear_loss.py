@@ -307,9 +307,10 @@ def test_masks_of_classes(shape):
 
 @pytest.mark.parametrize("of", ["none", "log_prob"])
 def test_labels_outside(of):
-    """A label out of range makes the results and gradients of its row NaN.
+    """A label out of range makes its loss or log-probability and the gradient of its row NaN.
 
-    The weight's gradient is a sum over rows, so it is NaN, too.
+    The weight's gradient is a sum over rows, so it is also NaN. The entropy and its gradient do not
+    depend on the label.
     """
     x, weight, bias, labels = operands(5, 16, 40)
     labels = labels.at[1].set(40).at[3].set(-1)
@@ -318,11 +319,19 @@ def test_labels_outside(of):
         of, x, weight, bias, labels, None, d, options=(("chunk", 2),)
     )
     bad = np.isin(np.arange(5), [1, 3])
-    for a in results:
-        np.testing.assert_array_equal(np.isnan(a), bad)
+    np.testing.assert_array_equal(np.isnan(results[0]), bad)
     np.testing.assert_array_equal(np.isnan(dx), bad[:, None] & np.ones((5, 16), bool))
     assert np.isnan(dw).all()
     assert np.isnan(linear_loss(x, weight, labels))
+    if of == "log_prob":
+        entropy = functools.partial(values_and_gradients, of, x, weight, bias)
+        of_entropy = (jnp.zeros(5), d[1])
+        ours, valid = (
+            entropy(labels, None, of_entropy, options=(("chunk", 2),))
+            for labels in (labels, jnp.where(bad, 0, labels))
+        )
+        for a, b in zip(*map(jax.tree.leaves, ((ours[0][1], ours[1]), (valid[0][1], valid[1])))):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("of", ["mean", "none", "log_prob"])

@@ -78,6 +78,46 @@ def test_several_labels(count, masked):
 
 @refusable
 @on_each_implementation("dtype options", ["bfloat16", "float32"], OPTIONS)
+def test_labels_that_are_no_classes(dtype, options, implementation):
+    """A label that is not a class makes its log-probability NaN, but not the entropy.
+
+    The gradient of the row is NaN, unless the cotangent of the log-probability is 0.
+    """
+    x, labels, d = operands((6, 300), dtype)
+    x = x.at[2].set(0).at[2, 7].set(90).at[4, 0].set(90)
+    labels, d = labels.at[1:5].set(jnp.array([300, -1, -100, 2**20])), d.at[2:5].set(0)
+    log_prob, entropy = check(x, labels, d, implementation=implementation, **options)
+    np.testing.assert_array_equal(np.isnan(log_prob), [False, *[True] * 4, False])
+    assert np.isfinite(entropy).all()
+
+
+@pytest.mark.parametrize("count", [None, 3, 40])
+def test_derivatives_of_labels_that_are_no_classes(count):
+    """In forward and reverse mode, the entropy does not depend on the labels.
+
+    The tangent of a label's log-probability is NaN if the label is not a class, except at masked
+    positions, where it is 0.
+    """
+    x, labels, d = operands((5, 64), "float32")
+    labels = labels if count is None else jnp.repeat(labels[:, None], count, 1)
+    bad = labels.at[1].set(64).at[3].set(-100)
+    where = jnp.arange(5) != 3
+
+    def both(labels):
+        function = functools.partial(log_prob_and_entropy, labels=labels, where=where)
+        tangents = jax.jvp(function, (x,), (jnp.sin(x),))[1]
+        return *tangents, jax.grad(lambda x: jnp.sum(d * function(x)[1]))(x)
+
+    valid = jnp.where((bad < 0) | (bad >= 64), 0, bad)
+    (of_label, *of_entropy), (of_valid, *expected) = both(bad), both(valid)
+    is_bad = np.arange(5).reshape(5, *[1] * (labels.ndim - 1)) == 1
+    np.testing.assert_array_equal(of_label, np.where(is_bad, np.nan, of_valid))
+    for a, b in zip(of_entropy, expected):
+        np.testing.assert_array_equal(a, b)
+
+
+@refusable
+@on_each_implementation("dtype options", ["bfloat16", "float32"], OPTIONS)
 def test_extremes(dtype, options, implementation):
     """Results are correct for rows with extreme logits.
 

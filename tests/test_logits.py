@@ -128,6 +128,44 @@ def test_a_scale_that_is_an_array(name, dtype):
     check(name, x, bias, d, where=mask_of((40, 1)), scale=jnp.float32(SCALE))
 
 
+def overflowing_rows(cols, dtype):
+    """Return x, and an array that has the same softmax, in which no logit overflows.
+
+    If the scale is above 1, the product of the scale and the lowest number of `dtype` is -inf. The
+    rows of x have this number in half of the columns, in all of them, and in all that are not -inf.
+    All logits of the last row are -inf, so its softmax is NaN.
+    """
+    x, lowest = data((4, cols), dtype), jnp.finfo(dtype).min
+    half = jnp.arange(cols) < cols // 2
+    x = x.at[0].set(jnp.where(half, lowest, x[0])).at[1].set(lowest)
+    x = x.at[2].set(jnp.where(half, -jnp.inf, lowest)).at[3].set(-jnp.inf)
+    same = x.at[0].set(jnp.where(half, -jnp.inf, x[0])).at[1].set(0)
+    return x, same.at[2].set(jnp.where(half, -jnp.inf, 0))
+
+
+def check_overflowing_rows(name, run, dtype, cols=72):
+    """Compare the results for both arrays of `overflowing_rows`.
+
+    ``run(x)`` returns the softmax or log_softmax of x with a scale of 2.
+    """
+    x, same = overflowing_rows(cols, dtype)
+    y, expected = run(x), run(same)
+    shown = exact(expected) > -np.inf if name == "log_softmax" else np.full(x.shape, True)
+    shown |= np.isnan(exact(expected))
+    np.testing.assert_array_equal(exact(y)[shown], exact(expected)[shown])
+    assert np.all(exact(y)[~shown] < -1e4)
+    assert np.isnan(exact(y)).any(-1).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("scale", [2.0, np.full((), 2.0)], ids=["number", "array"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_multiples_that_overflow(x64, name, scale, dtype):
+    """A row that is masked by the lowest finite number has an even softmax for any scale."""
+    scale = scale if isinstance(scale, float) else jnp.asarray(scale)
+    check_overflowing_rows(name, lambda x: FUNCTIONS[name][0](x, scale=scale), dtype)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_traced_scale_compiles_once_and_is_a_constant(name):
     x, function, plain = data((4, 8), "float32"), getattr(jaxnorm, name), getattr(jax.nn, name)

@@ -21,7 +21,13 @@ from loss_cases import CrossEntropy, operands
 from program_error import analyse, assert_computes
 from reference import assert_within, exact
 
-from jaxnorm import log_prob_and_entropy
+from jaxnorm import (
+    kl_divergence,
+    linear_kl_divergence,
+    linear_log_prob_and_entropy,
+    linear_softmax_cross_entropy,
+    log_prob_and_entropy,
+)
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
@@ -218,15 +224,20 @@ def test_infinite_logits_under_a_cap(cols, implementation):
 @each
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_bad_rows_stay_alone(bad, of, implementation):
-    """A label out of range or a NaN in the logits makes only that row NaN."""
+    """A label out of range or a NaN in the logits makes only that row NaN.
+
+    The entropy of the row is not affected by the label.
+    """
     x, labels, d = operands((5, 400), "float32")
     labels = labels.at[1].set(400).at[4].set(-1)
     x = x.at[2, 9].set(bad)
     given = {"implementation": implementation}
     cotangents = FUNCTIONS[of].cotangents(d)
     results, dx = values_and_gradient(x, labels, cotangents, options=tuple(given.items()), of=of)
-    for a in (*results, dx.sum(-1)):
+    for a in (results[0], dx.sum(-1)):
         np.testing.assert_array_equal(np.isnan(a), [False, True, True, False, True])
+    for entropy in results[1:]:
+        np.testing.assert_array_equal(np.isnan(entropy), [False, False, True, False, False])
     assert np.isnan(dx[jnp.array([1, 2, 4])]).all()
     rows = jnp.array([0, 3])
     check(x[rows], labels[rows], d[rows], of=of, **given)
@@ -390,3 +401,92 @@ def test_one_class_is_certain(x):
         )
         np.testing.assert_array_equal(loss, 0)
         np.testing.assert_array_equal(dx, 0)
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=str)
+def test_no_classes(rows, options):
+    """Without classes, a loss is NaN, and its gradient is empty."""
+    x, labels = jnp.ones((rows, 0)), jnp.zeros(rows, int)
+    losses, pullback = jax.vjp(lambda x: cross_entropy(x, labels, **options), x)
+    assert jnp.isnan(losses).all()
+    assert pullback(losses)[0].shape == x.shape
+
+
+# ----------------------------------------------------------------- scales that are not above 0
+
+
+def scaled_losses(classes):
+    """Return functions of (z, labels, sign, options), where sign * z are the logits.
+
+    `classes` is a mask of classes. The linear losses take z as the activations, and a weight that
+    is half of the identity matrix.
+    """
+    half = jnp.eye(classes.shape[1], dtype=classes.dtype).astype("float32") / 2
+    several = jnp.arange(classes.shape[0])[:, None] + jnp.arange(3)
+    linear = {"chunk": 3}
+
+    def kl(z, sign, **o):
+        return kl_divergence(sign * z, jnp.flip(sign * z, 0), **o)
+
+    def of_weight(function, z, *arrays, **o):
+        return function(z, half.astype(z.dtype), *arrays, **linear, **o)
+
+    return {
+        "loss": lambda z, labels, sign, **o: cross_entropy(sign * z, labels, **o),
+        "loss of classes": lambda z, labels, sign, **o: cross_entropy(
+            sign * z, labels, where=classes, **o
+        ),
+        "smoothed": lambda z, labels, sign, **o: cross_entropy(
+            sign * z, labels, label_smoothing=0.1, z_loss=1e-3, **o
+        ),
+        "log_prob": lambda z, labels, sign, **o: log_prob_and_entropy(sign * z, labels, **o),
+        "several": lambda z, labels, sign, **o: log_prob_and_entropy(sign * z, several, **o),
+        "capped": lambda z, labels, sign, **o: cross_entropy(
+            sign * z, labels, logit_softcap=8.0, **o
+        ),
+        "divergence": lambda z, labels, sign, **o: kl(z, sign, **o),
+        "divergence of classes": lambda z, labels, sign, **o: kl(z, sign, where=classes, **o),
+        "reverse": lambda z, labels, sign, **o: kl(z, sign, reverse=True, **o),
+        "linear": lambda z, labels, sign, **o: of_weight(
+            linear_softmax_cross_entropy, sign * z, labels, **o
+        ),
+        "linear of rows": lambda z, labels, sign, **o: of_weight(
+            linear_softmax_cross_entropy, sign * z, labels, reduction="none", **o
+        ),
+        "linear log_prob": lambda z, labels, sign, **o: of_weight(
+            linear_log_prob_and_entropy, sign * z, labels, **o
+        ),
+        "linear divergence": lambda z, labels, sign, **o: of_weight(
+            linear_kl_divergence, sign * z, jnp.flip(sign * z, 0), half.astype(z.dtype), **o
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", scaled_losses(np.ones((1, 1), bool)))
+def test_scales_that_are_not_above_0(name):
+    """A scale of -s gives exactly the results of s for -logits, if it is a number or an array.
+
+    The logits are so large that their exponentials overflow. A scale of 0 makes all logits 0.
+    """
+    dtype = "float16" if "linear" in name else "float32"
+    z = jnp.asarray(300 * np.random.default_rng(0).normal(size=(7, 64)), dtype)
+    labels, classes = jnp.arange(7), jnp.arange(64) % 7 <= jnp.arange(7)[:, None]
+    function = scaled_losses(classes)[name]
+
+    def results(sign, scale):
+        y, pullback = jax.vjp(
+            lambda z: jax.tree.leaves(function(z, labels, sign, logits_scale=scale)), z
+        )
+        return [*y, *pullback([jnp.cos(a) * 2.0**-10 for a in y])]
+
+    for scale in (0.5, jnp.array([0.5, 2.0**-12, 1, 3, 0.5, 2.0**-12, 1])):
+        expected = results(-1.0, scale)
+        assert all(jnp.isfinite(a).all() for a in expected)
+        for result, of_minus in zip(results(1.0, -scale), expected, strict=True):
+            np.testing.assert_array_equal(result, of_minus)
+    *y, dz = results(1.0, jnp.zeros(7))
+    np.testing.assert_array_equal(dz, 0)
+    for result, of_zeros in zip(y, jax.tree.leaves(function(0 * z, labels, 1.0)), strict=True):
+        tiny = 64 * jnp.finfo("float32").tiny if "diverg" in name or name == "reverse" else 0
+        assert (abs(result - of_zeros) <= tiny).all()

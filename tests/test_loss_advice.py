@@ -165,6 +165,43 @@ def test_a_tied_embedding_in_float32():
     check(before, after, LINEAR.__name__, "bfloat16", "float32")
 
 
+def test_a_bias_with_an_axis_of_size_1():
+    """Flax's Dense adds such a bias."""
+
+    def before(x, weight, labels):
+        return of_optax(x @ weight + jnp.reshape(weight[0], (1, -1)), labels)
+
+    def after(x, weight, labels):
+        return LINEAR(x, weight, labels, bias=weight[0])
+
+    check(before, after, LINEAR.__name__, "float32", "float32")
+
+
+@pytest.mark.parametrize("loss", [of_optax, of_one_hot, ours])
+def test_a_temperature_before_the_loss(loss):
+    def before(x, weight, labels):
+        return loss(x @ weight / 0.8, labels)
+
+    def after(x, weight, labels):
+        return LINEAR(x, weight, labels, logits_scale=1.25)
+
+    rows = check(before, after, LINEAR.__name__, "float32", "float32")
+    assert all("logits_scale=1.25" in row.advice for row in rows)
+
+
+def test_a_weight_that_is_cast():
+    """The advice names the dtype of the matmul if the weight is cast to fewer bits for it."""
+
+    def before(x, weight, labels):
+        return of_optax((x @ weight.astype(x.dtype)).astype(jnp.float32), labels)
+
+    def after(x, weight, labels):
+        return LINEAR(x, weight, labels, dtype=jnp.bfloat16)
+
+    rows = check(before, after, LINEAR.__name__, "bfloat16", "float32")
+    assert all("dtype=bfloat16" in row.advice for row in rows)
+
+
 def waves(logits):
     """Return logits that are computed without a matmul, but with operations that save arrays."""
     return 30 * jnp.sin(logits / 30)

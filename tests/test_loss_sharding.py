@@ -14,6 +14,7 @@ from meshes import Case, collectives, eight_devices, in_shards, mesh_of
 from program_error import analyse, assert_analysed, assert_computes
 from test_sharding import which_kernels  # noqa: F401
 
+import jaxnorm
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
@@ -148,3 +149,37 @@ def test_forward_mode_and_second_order_with_a_split_vocabulary(function):
         return jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))
 
     assert_computes(jax.jit(derivatives)(x, labels, where, d), derivatives, *arrays())
+
+
+@pytest.mark.parametrize("name", ["loss", "log_prob", "several", "divergence", "linear"])
+def test_weights_and_scales_in_another_layout(name):
+    """On an Explicit mesh, float weights and scales need not be sharded like the logits."""
+    x, labels, _ = operands(SHAPE, "float32")
+    classes = jnp.cos(jnp.arange(SHAPE[-1] * 16.0)).reshape(SHAPE[-1], 16)
+    several = jnp.stack([labels, labels], -1)
+
+    def function(x, weights, scales):
+        options = {"where": weights, "logits_scale": scales}
+        match name:
+            case "loss":
+                return cross_entropy(x, labels, **options)
+            case "log_prob":
+                return jaxnorm.log_prob_and_entropy(x, labels, **options)
+            case "several":
+                return jaxnorm.log_prob_and_entropy(x, several, **options)
+            case "divergence":
+                return jaxnorm.kl_divergence(x, jnp.sin(x), **options)
+            case "linear":
+                linear = jaxnorm.linear_log_prob_and_entropy
+                return linear(x, classes, labels % 16, chunk=8, **options)
+
+    def run(x, *others):
+        results, vjp = jax.vjp(lambda x: function(x, *others), x)
+        return results, vjp(results)
+
+    arrays = x, jnp.cos(labels.astype(jnp.float32)), 1 / (1 + labels % 3)
+    expected = analyse(run, *arrays)
+    mesh = mesh_of(Case("", MESH, P()), "explicit")
+    specs = P("data", "model"), P("model", "data"), P("model", "data")
+    with jax.set_mesh(mesh):
+        assert_analysed(jax.jit(run)(*in_shards(arrays, mesh, specs)), expected)

@@ -250,13 +250,15 @@ def test_a_wrong_kernel_is_an_exit_status(direction, kernels, capsys):
     assert "wall time" not in out
 
 
-def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys):
+def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys, monkeypatch):
     def fails(*operands):
         raise RuntimeError("no such instruction\nand much more")
 
+    monkeypatch.setattr(backends, "_unlowered", {})
     kernels.backward = fails
     assert main(["--check"]) == 1
-    assert "RuntimeError: no such instruction\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "its kernel cannot be lowered: RuntimeError: no such instruction\n" in out
 
 
 # ----------------------------------------------------------------------- error bounds, and messages

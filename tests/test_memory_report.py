@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import re
 import time
 
@@ -16,7 +17,7 @@ from advice_cases import assert_all_true, assert_true, functions_of, told
 import jaxnorm
 import jaxnorm.linen
 from jaxnorm import memory_report
-from jaxnorm.tools import memory_advice
+from jaxnorm.tools import kept_arrays, memory_advice
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -152,6 +153,17 @@ def test_the_total_is_jax_s(capsys, name, stack):
 
 
 FOLLOWED = {
+    "activation_linear, float32": tuple(
+        functools.partial(gpt2, activation=act, has_bias=False, followed=followed)
+        for act, followed in (
+            (lambda h: jnp.tanh(h.astype(jnp.float32)).astype(h.dtype), False),
+            (jnp.tanh, True),
+        )
+    ),
+    "activation_linear, vmap": tuple(
+        functools.partial(gpt2, activation=jax.vmap(jax.nn.relu), followed=followed)
+        for followed in (False, True)
+    ),
     "gated_linear": (block, functools.partial(block, mlp=jaxnorm.gated_linear)),
     "rms_norm": (block, functools.partial(block, norm=jaxnorm.rms_norm)),
     "softmax": (attention, functools.partial(attention, softmax=softmax_of_16_bits)),
@@ -247,6 +259,24 @@ def test_what_a_scan_keeps_twice(one):
     assert not told(after)
     if one is reshaped:
         assert not told(report_of(one, unrolled))
+
+
+def wide_norm(x, w, *, dtype="float32", is_used=False):
+    """Normalise to `dtype`, and cast the result for each of two matmuls, as Flax's Dense does."""
+    y = jaxnorm.rms_norm(x, w["scale"], dtype=dtype)
+    gate, up = (jnp.sin(y.astype(jnp.bfloat16) @ w[name]) for name in ("gate", "up"))
+    x = x + (gate * up) @ w["down"]
+    return x + jnp.tanh(y).astype(x.dtype) if is_used else x
+
+
+def test_a_norm_that_each_user_casts():
+    """There is advice for a norm's dtype if all users of its result cast it to fewer bits."""
+    before, after = (report_of(functools.partial(wide_norm, dtype=d)) for d in ("float32", X.dtype))
+    rows = told(before, "rms_norm")
+    assert all("dtype=bfloat16" in row.advice for row in rows)
+    assert before.total - after.total == sum(row.saves for row in rows) > 0
+    assert not told(after, "rms_norm")
+    assert not told(report_of(functools.partial(wide_norm, is_used=True)), "rms_norm")
 
 
 @pytest.mark.parametrize("library", ["linen", "nnx"])
@@ -595,6 +625,78 @@ def test_errors_of_calls():
         memory_report(jnp.sum(jnp.ones(8)))
     with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):
         memory_report(lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("f", "saved"), [(lambda w: 0.0, 0), (lambda w: (jnp.tanh(w).sum(), 3), 1)]
+)
+def test_a_function_that_returns_python_numbers(f, saved):
+    report = memory_report(f, jnp.ones((4, 4)))
+    assert report.total == saved * 4 * 4 * 4
+    assert memory_report(lambda x: x * 2.0, 3.0).total == 0
+
+
+@pytest.mark.parametrize("tokens", [jnp.zeros((4, 8), int), {"a": np.zeros(3, bool)}, 3])
+def test_arguments_without_floats(tokens):
+    """`jax.grad` raises TypeError for such an argument, too."""
+
+    def loss(tokens, w):
+        return jnp.sin(jax.tree.leaves(tokens)[0] * w).sum()
+
+    with pytest.raises(TypeError):
+        jax.grad(loss)(tokens, 2.0)
+    with pytest.raises(TypeError, match=r"^memory_report: argument 0 of f has only .*argnums="):
+        memory_report(loss, tokens, 2.0)
+    assert memory_report(loss, tokens, 2.0, argnums=1).total > 0
+
+
+def test_norms_inside_and_after_a_scan_are_counted():
+    def loss(w, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + norm(x, 1.0) @ w, None), x, w)
+        return (norm(x, 1.0) @ w[0]).sum()
+
+    text = str(memory_report(loss, jnp.ones((4, WIDTH, WIDTH)), jnp.ones((TOKENS, WIDTH))))
+    assert re.search(r"rms_norm saves .*, 5 times", text)
+
+
+def test_the_line_of_a_norm_is_not_that_of_the_layer_before_it():
+    def loss(w, x):
+        h = x @ w + 1.0
+        y = norm(h, 1.0)
+        return (y @ w).sum()
+
+    report = memory_report(loss, jnp.ones((WIDTH, WIDTH)), jnp.ones((TOKENS, WIDTH)))
+    assert {re.search(r":(\d+) with", row.advice)[1] for row in told(report)} == {
+        str(norm.__code__.co_firstlineno + 4)
+    }
+
+
+LIBRARY = """
+def matmul(x, w):
+    return x @ w
+
+
+def block(x, w):
+    return matmul(x, w) ** 2
+"""
+
+
+def test_sources_in_installed_packages(tmp_path, monkeypatch):
+    """The source is the user's line that calls a package, or a line with the package's name."""
+    folder = tmp_path / "site-packages" / "layers_of_a_test"
+    folder.mkdir(parents=True)
+    (folder / "ops.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder.parent)
+    ops = importlib.import_module("layers_of_a_test.ops")
+    w, x = jnp.ones((WIDTH, WIDTH)), jnp.ones((TOKENS, WIDTH))
+    (row,) = memory_report(lambda w, x: ops.block(x, w).sum(), w, x)
+    assert re.fullmatch(r"test_memory_report.py:\d+ \(.*<lambda>\)", row.source)
+    is_installed = kept_arrays._is_installed
+    monkeypatch.setattr(
+        kept_arrays, "_is_installed", lambda file: file == __file__ or is_installed(file)
+    )
+    (row,) = memory_report(ops.block, x, w)
+    assert row.source.startswith("layers_of_a_test/ops.py:7 (block)")
 
 
 def test_a_large_model_takes_seconds():

@@ -70,6 +70,25 @@ def test_bytes_of_one_device(program, kind):
         )
 
 
+def test_copies_for_other_axes_of_a_mesh():
+    """In `jax.shard_map`, an array that varies over one more axis is a copy: XLA saves it once."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def layer(x, w):
+        y = jaxnorm.rms_norm(x)
+        return x + jax.lax.psum(jnp.sin(y @ w[0]) * jnp.sin(y @ w[1]), "model"), None
+
+    specs = PartitionSpec(None, "model"), PartitionSpec("data")
+
+    @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    def loss(w, x):
+        return jax.lax.psum(jax.lax.scan(layer, x, w)[0].sum(), "data")
+
+    report = memory_report(loss, jnp.ones((3, 4, 64, 64)), jnp.ones((64, 64)))
+    rows = [r for r in report if r.made_by == "jaxnorm.rms_norm" and r.shape[-1] == 64]
+    assert sum(row.count for row in rows) == 3
+
+
 def test_shardings_inside():
     """Sharding constraints inside a function are respected, even if no argument is sharded."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import Norm, exact, relative_error
+from reference import (
+    SAFETY,
+    Norm,
+    assert_within,
+    exact,
+    relative_error,
+    rounding,
+    unit_roundoff,
+)
 
 import jaxnorm
 
@@ -233,6 +241,59 @@ def test_cotangent_parallel_to_x_hat():
     dx, _, ref = gradients("bfloat16", np.ones(COLS), None, x=x, d=d)
     law = 0.83 * U["bfloat16"] * np.sqrt(1 + np.mean(ref.c2**2) / np.mean((ref.dx / ref.r) ** 2))
     assert relative_error(dx, ref.dx) < ROOM * law
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("function", "cols"),
+    [("rms_norm", 1), ("add_rms_norm", 1), ("layer_norm", 2), ("add_layer_norm", 2)],
+)
+def test_rows_that_are_too_short_to_save_their_output(function, cols, dtype):
+    """If y depends on x only through epsilon, dx has the accuracy of the float32 arithmetic.
+
+    Let r be rstd, d the cotangent of y, and G the scale. Such a row has mean(xh^2) = 1 - epsilon *
+    r^2. So dx is exactly epsilon * r^3 * (d * G - mean(d * G)), without the mean in an RMSNorm.
+    float32 arithmetic computes it as a difference of terms of the size r * d * G. The bound also
+    covers the error of x - mean(x), relative to 1 / r.
+    """
+    x, residual, d = (jnp.asarray(rng(i).normal(size=(ROWS, cols)), dtype) for i in range(3))
+    scale, is_sum = jnp.asarray(near_one(cols), jnp.float32), function.startswith("add")
+    arrays = (x, residual) if is_sum else (x,)
+
+    def norm(*arrays):
+        results = getattr(jaxnorm, function)(*arrays, scale)
+        return results[0] if is_sum else results
+
+    dx = jax.vjp(norm, *arrays)[1](d)[0]
+    h = exact(x + residual if is_sum else x)
+    centred = h - h.mean(-1, keepdims=True) if cols == 2 else h
+    dg = exact(d) * exact(scale)
+    of_row = dg - dg.mean(-1, keepdims=True) if cols == 2 else dg
+    r = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + 1e-6)
+    expected = 1e-6 * r**3 * of_row
+    size = r * np.abs(dg).max(-1, keepdims=True) * (1 + r * np.abs(h).max(-1, keepdims=True))
+    bound = SAFETY * unit_roundoff("float32") * size + rounding(expected, dtype)
+    assert_within(dx, expected, bound)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("subtract_mean", "cols"), [(False, 2), (False, 3), (False, 8), (True, 3), (True, 4), (True, 8)]
+)
+def test_short_rows(dtype, subtract_mean, cols):
+    """Rows of few elements have a relative error of dx of at most two roundings.
+
+    dx is rounded once. The saved y is also rounded, which has the same effect as an error of x_hat
+    in the N - 1 (LayerNorm: N - 2) degrees of freedom of a normalised row of N elements.
+    """
+    x, d = (rng(i).normal(size=(64 * ROWS, cols)) for i in range(2))
+    x, d = jnp.asarray(x, dtype), jnp.asarray(d, dtype)
+    norm = jaxnorm.layer_norm if subtract_mean else jaxnorm.rms_norm
+    dx = jax.vjp(norm, x)[1](d)[0]
+    bias = np.zeros(cols)
+    ref = Norm(exact(x), bias + 1, bias, exact(d), subtract_mean, 1e-6, "output", dtype, dtype)
+    error, size = (v / ref.r for v in (exact(dx) - ref.dx, ref.dx))
+    assert np.linalg.norm(error) < ROOM * 2 * 0.83 * U[dtype] * np.linalg.norm(size)
 
 
 @pytest.mark.parametrize("save", ["output", "input"])

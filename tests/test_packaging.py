@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -66,15 +67,15 @@ def test_wheel_says_what_it_is_for(dist):
         assert f"Classifier: {classifier}\n" in metadata
 
 
-def test_wheel_in_an_empty_environment(dist, tmp_path):
+def test_wheel_and_sdist_in_an_empty_environment(dist, tmp_path):
     """With only jax and numpy, functions work, and other modules say what to install."""
     (wheel,) = dist.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
     # Use the installed pip, and compile only the files that are imported.
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    needed = (wheel, f"jax=={version('jax')}", f"numpy=={version('numpy')}")
-    run(*pip, "install", "--quiet", "--no-compile", *needed)
+    install = (*pip, "install", "--quiet", "--no-compile")
+    run(*install, wheel, f"jax=={version('jax')}", f"numpy=={version('numpy')}")
     program = """
 import jax, jax.numpy as jnp, jaxnorm, sys
 x = jnp.ones((2, 8))
@@ -90,25 +91,61 @@ for module, extra in (("linen", "flax"), ("nnx", "flax"), ("equinox", "equinox")
         raise AssertionError(extra + " is here")
 print("works")
 """
-    assert run(python, "-W", "error", "-c", program, cwd=tmp_path) == "works\n"
+    isolated = (python, "-I", "-W", "error")  # ignores PYTHONPATH
+    assert run(*isolated, "-c", program) == "works\n"
+    report = run(*isolated, "-m", "jaxnorm")
+    assert re.search(rf"jaxnorm +{re.escape(jaxnorm.__version__)}\n", report)
+    # pip downloads the build's requirements, and builds a wheel from the sdist.
+    (sdist,) = dist.glob("*.tar.gz")
+    run(*install, "--no-deps", "--force-reinstall", sdist)
+    assert run(*isolated, "-c", program) == "works\n"
 
 
-def test_version_is_that_of_the_newest_release_in_the_changelog(dist):
-    """The version is that of the newest dated entry of the changelog.
-
-    Entries of unreleased versions come before it.
-    """
-    heading = r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$"
+def entries():
+    """Return the (version, date) of each entry of the changelog. A date may be "unreleased"."""
     text = (ROOT / "CHANGELOG.md").read_text()
-    entries = re.findall(heading, text, re.MULTILINE)
-    assert len(entries) == len(re.findall(r"^## ", text, re.MULTILINE))
-    unreleased = [number for number, date in entries if date == "unreleased"]
-    released = [(number, date) for number, date in entries if date != "unreleased"]
-    assert [number for number, _ in entries[: len(unreleased)]] == unreleased
-    assert jaxnorm.__version__ == released[0][0]
-    assert [date for _, date in released] == sorted((date for _, date in released), reverse=True)
-    (wheel,) = dist.glob("*.whl")
-    assert wheel.name.startswith(f"jaxnorm-{jaxnorm.__version__}-")
+    heading = r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$"
+    found = re.findall(heading, text, re.MULTILINE)
+    assert len(found) == len(re.findall(r"^## ", text, re.MULTILINE))
+    return found
+
+
+def test_version_is_that_of_the_changelog(dist):
+    """The version is that of the newest dated entry of the changelog, as in a release.
+
+    After a release, the first entry may be of an unreleased version, such as 0.5.0. The version may
+    then be 0.5.0.dev0.
+    """
+    (newest, date), *older = entries()
+    released = [entry for entry in entries() if entry[1] != "unreleased"]
+    assert released in (older, [(newest, date), *older])  # at most one entry is not released
+    versions = {released[0][0]} | ({f"{newest}.dev0"} if date == "unreleased" else set())
+    assert jaxnorm.__version__ in versions
+    numbers = [tuple(map(int, number.split("."))) for number, _ in entries()]
+    assert numbers == sorted(set(numbers), reverse=True)
+    dates = [date for _, date in released]
+    assert dates == sorted(dates, reverse=True)
+    for file in dist.iterdir():
+        assert file.name.startswith(f"jaxnorm-{jaxnorm.__version__}")
+
+
+def test_citation_is_of_the_newest_release():
+    """CITATION.cff has the version and the date of the newest dated entry of the changelog."""
+    version, date = next(entry for entry in entries() if entry[1] != "unreleased")
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert {f"version: {version}", f"date-released: {date}"} <= {*lines}
+
+
+def test_workflow_tests_the_supported_versions_of_python():
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    (tested,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    supported = re.findall(r"Python :: (3\.\d+)", " ".join(classifiers))
+    assert [version.strip('"') for version in tested.split(", ")] == supported
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = re.findall(r"run: make ([\w ]+?)(?: \w+=.*)?$", workflow, re.MULTILINE)
+    assert commands == ["lint docs", "test"]
+    assert {*" ".join(commands).split()} <= {*targets}
 
 
 def test_import_costs_no_extra():

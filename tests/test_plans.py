@@ -9,9 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from functions import FUNCTIONS
+from functions import FUNCTIONS, options_of, plain_call_of
 
 import jaxnorm
+from jaxnorm.tools.plan import functions
 from jaxnorm_kernels import operations
 
 MOSAIC, XLA = ("mosaic", "mosaic"), ("xla", "xla")
@@ -156,3 +157,29 @@ def test_it_refuses_as_the_function_does(name, options, message):
     assert name in {entry.split()[0] for entry in FUNCTIONS}
     with pytest.raises((TypeError, ValueError), match=f"^{name}: {message}"):
         asked(name, HEADS, **options)
+
+
+SCALED = {
+    **dict.fromkeys(("softmax", "log_softmax"), "scale"),
+    **dict.fromkeys((n for n in functions() if "logits_scale" in options_of(n)), "logits_scale"),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_of_logits(name):
+    """A scale may be an array, which has no derivative. Loss kernels take numbers above 0 only."""
+    weights = dict.fromkeys(("weight", "teacher_weight"), vector(4096, 4096, dtype="bfloat16"))
+    given = {n: a for n, a in weights.items() if n in plain_call_of(name).keywords}
+    shapes = [()] if SCALED[name] == "scale" else [(), (8192,)]
+    for shape in shapes:
+        assert asked(name, ROWS, **given, **{SCALED[name]: vector(*shape)})
+    plan = asked(name, ROWS, **given, **{SCALED[name]: -0.5})
+    assert names(plan) == (MOSAIC if SCALED[name] == "scale" else XLA), plan
+
+
+def test_a_mask_of_classes_of_a_linear_loss():
+    options = {"weight": vector(4096, 4096, dtype="bfloat16"), "chunk": 1024}
+    for where, expected in (((8192,), MOSAIC), ((1, 4096), XLA)):
+        where = jax.ShapeDtypeStruct(where, bool)
+        plan = asked("linear_log_prob_and_entropy", ROWS, where=where, **options)
+        assert names(plan) == expected, plan

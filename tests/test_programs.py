@@ -240,6 +240,35 @@ def test_export_with_symbolic_classes():
     assert_computes(jax.export.export(jax.jit(run))(*types).call(*given), run, *given)
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("classes", ["12", "classes"])
+@pytest.mark.parametrize("labels", ["3", "labels"])
+def test_export_with_symbolic_numbers_of_labels(labels, classes, axis):
+    """Positions with several labels can be exported with symbolic numbers of labels and classes."""
+
+    def both_results(x, labels):
+        return jaxnorm.log_prob_and_entropy(x, labels, axis)
+
+    rows, count, classes = jax.export.symbolic_shape(f"rows, {labels}, {classes}")
+    shape = (rows, classes, 2) if axis == 1 else (rows, 2, classes)
+    types = jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct((rows, 2, count), "int32")
+    given = normal(5, *(12, 2) if axis == 1 else (2, 12)), np.arange(30).reshape(5, 2, 3) % 12
+    given = given[0], given[1].astype(np.int32)
+    run = both(both_results, (0,))
+    assert_computes(jax.export.export(jax.jit(run))(*types).call(*given), run, *given)
+
+
+def test_export_of_a_linear_loss_with_a_symbolic_number_of_labels():
+    def both_results(x, weight, labels):
+        return jaxnorm.linear_log_prob_and_entropy(x, weight, labels, chunk=3)
+
+    (count,) = jax.export.symbolic_shape("labels")
+    given = normal(5, 8), normal(8, 12), np.arange(15, dtype=np.int32).reshape(5, 3) % 12
+    types = [*given[:2], jax.ShapeDtypeStruct((5, count), "int32")]
+    run = both(both_results, (0, 1))
+    assert_computes(jax.export.export(jax.jit(run))(*types).call(*given), run, *given)
+
+
 @pytest.mark.parametrize("name", LINEAR_LOSSES)
 def test_symbolic_rows_of_linear_losses_are_refused(name):
     types = of_symbols(name, operands_of(name))
@@ -296,3 +325,17 @@ def test_checkify_names_the_call_that_got_a_nan(name):
     error, _ = checked(x.at[0].set(jnp.nan), *others)
     expected = "jaxnorm.rms_norm" if name == "rms_norm_linear" else name.split()[0]
     assert expected in error.get()
+
+
+@each
+def test_checkify_inside_and_outside_of_a_gradient(name):
+    """The function in a gradient may be checked, and so may the gradient."""
+    operands = operands_of(name)
+    wrt = floats_in(operands)
+    function = jax.jit(scalar(FUNCTIONS[name].ours))
+    check = functools.partial(checkify.checkify, errors=checkify.float_checks)
+    inside, _ = jax.eval_shape(
+        jax.grad(lambda *a: check(function)(*a)[::-1], wrt, has_aux=True), *operands
+    )
+    _, outside = jax.eval_shape(check(jax.grad(function, wrt)), *operands)
+    assert inside == outside == jax.eval_shape(jax.grad(function, wrt), *operands)

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import types
 from typing import Any
 
 import jax
@@ -308,6 +309,56 @@ def test_the_top_k_of_a_teacher():
     assert_recipe("top_k_loss", plain, params, tokens, answer, top_tokens, top_log_prob)
 
 
+def test_what_the_top_k_loss_leaves_out():
+    """Classes with a probability of 0 and positions that do not count add nothing.
+
+    If no position counts, the loss and the gradients are 0.
+    """
+    tokens, answer, params, teacher = answers(6)
+    log_p = jnp.pad(log_softmaxes(teacher, tokens), ((0, 0), (1, 0), (0, 0)))
+    log_p, top_tokens = jax.lax.top_k(log_p, 5)
+    recipe = page("recipes")["top_k_loss"]
+    given = jnp.where(answer[..., None], log_p.at[..., 3:].set(-jnp.inf), jnp.nan)
+    ours = jax.value_and_grad(recipe)(params, tokens, answer, top_tokens, given)
+    three = top_tokens[..., :3], log_p[..., :3]
+    assert_close(ours, jax.value_and_grad(recipe)(params, tokens, answer, *three))
+    nothing = jnp.zeros_like(answer)
+    for name, arguments in {
+        "top_k_loss": (tokens, nothing, top_tokens, given),
+        "policy_gradient_loss": (tokens, nothing, normal(20, 6, 15)),
+        "distillation_loss": (teacher, tokens, nothing),
+    }.items():
+        for leaf in jax.tree.leaves(jax.value_and_grad(page("recipes")[name])(params, *arguments)):
+            np.testing.assert_array_equal(leaf, 0)
+
+
+@pytest.mark.parametrize("b", [0.0, 0.3, 1.0])
+def test_jensen_shannon_of_masked_classes(b):
+    """A class that both models mask adds nothing, also at the ends, where the divergence is 0.
+
+    The last column of x is constant. Its weights are a bias that masks the first classes.
+    """
+    x, teacher_x = (normal(i, 6, 8).at[:, -1].set(1) for i in range(2))
+    heads = [normal(i, 8, 40) for i in (2, 3)]
+
+    def run(masked, teacher_masked, drop=0):
+        counts = masked, teacher_masked
+        student, teacher = (
+            head.at[-1, :count].set(-jnp.inf)[:, drop:] for head, count in zip(heads, counts)
+        )
+        of = page("recipes")["jensen_shannon"]
+        value, gradient = jax.value_and_grad(of, 1)(x, student, teacher_x, teacher, b, chunk=4)
+        return value, gradient[:, 3 - drop :]
+
+    results = run(3, 3), run(3, 3, drop=3), run(3, 0), run(0, 3)
+    if 0 < b < 1:
+        assert_close(*results[:2])
+        assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
+    else:
+        for a in jax.tree.leaves(results):
+            np.testing.assert_array_equal(a, 0)
+
+
 def test_jensen_shannon():
     x, head, teacher_x, teacher_head = (
         normal(i, *shape) for i, shape in enumerate([(6, 8), (8, 40), (6, 12), (12, 40)])
@@ -323,6 +374,53 @@ def test_jensen_shannon():
         return page("recipes")["jensen_shannon"](x, head, teacher_x, teacher_head, 0.3, chunk=4)
 
     assert_close(*(jax.value_and_grad(f, (0, 1))(x, head) for f in (ours, plain)))
+
+
+def test_a_norm_class_of_a_model_s_own_in_bfloat16():
+    """With float32 parameters, the conversion of docs/flax.md frees what the report promises."""
+    from flax import linen
+
+    flax = page("flax")
+    kind, function = flax["LlamaRMSNorm"], flax["rms_norm"]
+    layers = [linen.Dense(512, dtype="bfloat16"), kind(dtype=jnp.bfloat16)]
+    model = linen.Sequential([*layers, linen.Dense(8, dtype="bfloat16")])
+    x = normal(0, 256, 64).astype("bfloat16")
+    params = model.init(jax.random.key(0), x)
+
+    def report():
+        return jaxnorm.memory_report(lambda p: model.apply(p, x).astype("float32").sum(), params)
+
+    before = report()
+    with flax["jaxnorm"].linen.converted(calls={kind: function}):
+        after = report()
+    assert before.saves > 0
+    assert before.total - after.total >= before.saves
+
+
+def test_a_layer_of_equinox_in_a_scan():
+    """The call for equinox in docs/linear.md saves no transposed weights of scanned layers."""
+    text = (ROOT / "docs" / "linear.md").read_text()
+    (row,) = re.findall(r"\| equinox \| `.*?` \| `(.*?)` \|", text)
+    x, up, down, biases = (
+        normal(i, *shape)
+        for i, shape in enumerate([(16, WIDTH), (4, WIDTH, 32), (4, WIDTH, 32), (4, WIDTH)])
+    )
+
+    def loss(call):
+        def step(x, layer):
+            up, weight, bias = layer  # weight: (out, in)
+            owner = types.SimpleNamespace(down=types.SimpleNamespace(weight=weight, bias=bias))
+            return x + call(owner, jnp.sin(x) @ up), None
+
+        return lambda x, *layers: jax.lax.scan(step, x, layers)[0].sum()
+
+    ours = loss(eval(f"lambda self, h: {row}", {"jaxnorm": jaxnorm}))
+    plain = loss(lambda self, h: jax.nn.gelu(h) @ self.down.weight.T + self.down.bias)
+    arrays = x, up, down, biases
+    assert_close(*(jax.value_and_grad(f, (0, 1, 2, 3))(*arrays) for f in (ours, plain)))
+    saved = [a.shape for a in jax.tree.leaves(jax.vjp(ours, *arrays)[1])]
+    assert (4, WIDTH, 32) in saved
+    assert (4, 32, WIDTH) not in saved
 
 
 def test_outputs_that_are_offloaded():

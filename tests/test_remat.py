@@ -469,3 +469,55 @@ def test_names_inside_a_custom_vjp(remat3):
             assert saved_shapes(f, *operands()).count(PER_ROW) == 1
         finally:
             jax.config.update("jax_custom_vjp3", before)
+
+
+SCALED = {
+    "softmax": lambda x, s, w: jaxnorm.softmax(x, scale=s),
+    "cross_entropy": lambda x, s, w: jaxnorm.softmax_cross_entropy_with_integer_labels(
+        x, LABELS, logits_scale=s, where=LABELS > 1
+    ),
+    "log_prob": lambda x, s, w: jaxnorm.log_prob_and_entropy(x, LABELS, logits_scale=s),
+    "kl_divergence": lambda x, s, w: jaxnorm.kl_divergence(
+        x, jnp.where(jnp.isinf(x), x, w[:ROWS]), logits_scale=s
+    ),
+    "linear_cross_entropy": lambda x, s, w: jaxnorm.linear_softmax_cross_entropy(
+        x, w, LABELS, logits_scale=s
+    ),
+    "linear_log_prob": lambda x, s, w: jaxnorm.linear_log_prob_and_entropy(
+        x, w, LABELS, logits_scale=s
+    ),
+    "linear_kl_divergence": lambda x, s, w: jaxnorm.linear_kl_divergence(
+        *(x, w, jnp.sin(x), w), logits_scale=s, reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_forward_mode_beside_an_array_as_scale(name, remat3):
+    """The derivative of a checkpointed function does not depend on whether the scale is an array.
+
+    With ``jax_remat3``, `jax.checkpoint` passes zeros as the scale's tangent in forward mode. The
+    logits of one class are -inf, so a product of these zeros and the logits would be NaN.
+    """
+    with jax.enable_x64(True):
+        x, _, w = operands("float64")
+        x = x if "linear" in name else x.at[:, 9].set(-jnp.inf)
+        along, half = jnp.where(jnp.isinf(x), 0, jnp.cos(x)), jnp.asarray(0.5)
+
+        def total(x, scale):
+            leaves = jax.tree.leaves(SCALED[name](x, scale, w))
+            return sum(jnp.sum(jnp.sin(a)) for a in leaves)
+
+        def derivatives(x, scale):
+            f = jax.checkpoint(lambda x: total(x, scale))
+            return jax.jvp(jax.value_and_grad(f), (x,), (along,)), jax.jvp(f, (x,), (along,))
+
+        expected = jax.tree.leaves(derivatives(x, 0.5))
+        for got in derivatives(x, half), jax.jit(lambda x: derivatives(x, half))(x):
+            for ours, theirs in zip(jax.tree.leaves(got), expected, strict=True):
+                largest = np.abs(exact(theirs)).max()
+                assert_within(ours, exact(theirs), (ROWS * COLS**2) ** 2 * 2.0**-53 * largest)
+        with pytest.raises(TypeError, match="is differentiated, and has no derivative"):
+            jax.grad(jax.checkpoint(total), 1)(x, half)
+        if remat3:  # A derivative with respect to the scale must not be 0.
+            assert jnp.isnan(jax.jvp(lambda scale: total(x, scale), (half,), (half,))[1])

@@ -118,6 +118,32 @@ def test_a_part_with_automatic_axes(name):
             assert_analysed(jax.jit(part)(*arrays), expected)
 
 
+def inside_last_axis(function, mesh):
+    """Run `function` in `jax.shard_map` over the mesh axis "last", with whole operands."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"last"})
+    )
+
+
+def mesh_with_each_kind(kinds="Auto Explicit Explicit"):
+    types = [getattr(AxisType, kind) for kind in kinds.split()]
+    return jax.make_mesh((2, 2, 2), ("data", "model", "last"), axis_types=tuple(types))
+
+
+@eight_devices
+@pytest.mark.parametrize("name", BASIC)
+def test_explicit_axes_before_a_manual_one(name):
+    """A call runs in the user's `jax.shard_map` over the last axis of a mesh with Auto axes.
+
+    A nested `jax.shard_map` over the Explicit axis before it would abort the process.
+    """
+    run, (first, *others) = with_gradients(name)
+    mesh, expected = mesh_with_each_kind(), on_one_device(name)
+    with jax.set_mesh(mesh):
+        inside = inside_last_axis(run, mesh)
+        assert_analysed(inside(*in_shards([first], mesh, [P("model")]), *others), expected)
+
+
 @eight_devices
 @pytest.mark.parametrize("over", [P(), P("data")], ids=["replicated", "split"])
 @pytest.mark.parametrize("name", BASIC)
@@ -278,3 +304,13 @@ def test_a_batch_in_shards(function, batch, weight_over):
         sharded = in_shards((x, w), mesh, (x_spec, w_spec))
         results = jax.tree.leaves(jax.jit(transform(function))(*sharded))
     assert_analysed(results, of_whole_arrays(function, batch))
+
+
+@eight_devices
+def test_a_batch_in_shards_before_a_manual_axis():
+    transform, x, w = BATCHES["gradient of a weight each"]
+    mesh = mesh_with_each_kind("Explicit Auto Auto")
+    with jax.set_mesh(mesh):
+        inside = inside_last_axis(transform(linear_loss), mesh)
+        results = jax.tree.leaves(inside(*in_shards((x, w), mesh, [P("data")] * 2)))
+    assert_analysed(results, of_whole_arrays(linear_loss, "gradient of a weight each"))

@@ -218,3 +218,13 @@ def test_attention_of_jax(is_causal):
     shape = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, HEAD), "float32")
     rows = told(memory_report(loss, shape, shape, shape, argnums=(0, 1, 2)), "softmax")
     assert {row.made_by for row in rows} == ({"exp", "broadcast_in_dim"} if is_causal else {"exp"})
+
+
+def test_attention_of_flax():
+    """For a module of Flax, the advice names the argument that takes jaxnorm's attention."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    x = jnp.ones((BATCH, LENGTH, WIDTH))
+    rows = told(memory_report(lambda m, x: m(x).sum(), model, x), "softmax")
+    assert rows
+    assert all("attention_fn=jaxnorm.nnx.dot_product_attention" in row.advice for row in rows)

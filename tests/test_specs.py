@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from specs import build_spec
 
+from jaxnorm.calls.call import Call
+from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Spec
 
@@ -49,6 +51,19 @@ def test_options_are_those_of_the_family():
 
 def test_a_spec_is_small():
     assert len(dataclasses.fields(Spec)) <= 16
+
+
+def test_equal_calls_are_one_object():
+    """Calls stay equal after more other calls than the caches of calls hold."""
+
+    def call(rows):
+        spec = build_spec("softmax", "fwd", rows, 128, F32, F32)
+        return Call.of("softmax", spec, RowView.of((rows, 128), (1,)), None)
+
+    first = call(1)
+    for rows in range(2, 5000):
+        call(rows)
+    assert call(1) is first
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

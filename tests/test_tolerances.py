@@ -21,7 +21,6 @@ EXCEPTIONS = {
     "test_benchmarks_loss.py": "a sample of random numbers",
     "test_benchmarks_models.py": "a sample of random numbers",
     "test_benchmarks_report.py": "half of the last digit that rows are printed with",
-    "test_gate_advice.py": "advice promises its bytes to within 10 %",
     "test_llama_layer.py": "advice about one model is exact but for small arrays",
     "test_memory_report.py": "advice promises its bytes to within 10 %; JAX prints rounded sizes",
     "test_memory_report_equinox.py": "advice promises its bytes to within 10 %",

@@ -5,10 +5,14 @@ Otherwise, the default applies: the first kernel implementation of the platform 
 call and is not known to be slower than XLA. If there is none, the default is xla (plain JAX).
 """
 
+import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import logging
 import os
+import traceback
+import types
 from collections.abc import Callable, Sequence
 
 import jax
@@ -38,9 +42,14 @@ _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
 # The words that error messages use for the three passes.
 _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 
-# `_failures` has the error text of each module that could not be imported. `_told` has the
-# implementations for which `_tell` has already logged a warning.
+# The packages whose versions decide whether the kernels of an implementation can be lowered.
+_PACKAGES = {"mosaic": ("jax", "jaxlib"), "triton": ("jax", "jaxlib", "jax-triton", "triton")}
+
+# `_failures` has the error text of each module that could not be imported. `_unlowered` has the
+# reason why a kernel could not be lowered, by implementation and call. `_told` has the
+# implementations for which a warning was already logged.
 _failures: dict[str, str] = {}
+_unlowered: dict[tuple[str, Spec], str] = {}
 _told: set[str] = set()
 
 #: Name of an environment variable. Its value is the name of the implementation to try first for
@@ -121,7 +130,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
         is_preferred = name == _PREFERRED
         try:
             backend, spec = implementation(name), as_seen_by(name)
-            refusal = backend.why_unsupported(spec)
+            refusal = _unlowered.get((name, spec)) or backend.why_unsupported(spec)
             if refusal is None and not is_preferred:
                 refusal = backend.why_not_default(spec)
         except ImportError as error:  # jaxlib lacks this kernel backend, or jax_triton is missing
@@ -159,6 +168,44 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
         f"asked for by {VARIABLE}" if is_preferred else on_this_gpu,
         refusal,
         VARIABLE,
+    )
+
+
+def lowering_failed(
+    function: str, requested: str | None, name: str, spec: Spec, error: Exception
+) -> None:
+    """Record that the kernel of a pass cannot be lowered, so that `choose` leaves it out.
+
+    Lowering fails if a new version of JAX has changed the private API that kernels use. A warning
+    is logged, at most once per implementation. If the user requested the implementation by
+    ``implementation=``, ValueError is raised instead.
+    """
+    reason = f"its kernel cannot be lowered: {_described(error, name)}"
+    if requested is not None:
+        raise ValueError(
+            f"{function}: implementation={name!r}: {reason}; leave implementation out to let "
+            "jaxnorm choose"
+        ) from error
+    _unlowered[name, spec] = reason
+    if name not in _told:
+        _told.add(name)
+        logging.getLogger("jaxnorm").warning(
+            "jaxnorm: %s runs without the default implementation %r: %s; implementation_for says "
+            "what runs in its place; with %s=xla, that is XLA's code, without this warning",
+            *(function, name, reason, VARIABLE),
+        )
+
+
+def _described(error: Exception, name: str) -> str:
+    """Return the text of an error in the kernels of an implementation, with versions."""
+    versions = []
+    for package in _PACKAGES.get(name, ("jax",)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+    return (
+        f"{kind}{error} (with {', '.join(versions)}; the kernels were tested with jax "
+        f"{' and '.join(launching.TESTED)})"
     )
 
 
@@ -223,20 +270,49 @@ def absence(name: str, platform: str) -> str | None:
 
 
 def implementation(name: str) -> Implementation:
-    """Import and return the implementation `name`; raise ImportError if the import fails.
+    """Import and return the implementation `name`.
 
-    A failed import is not repeated: later calls raise the same error.
+    If the import fails because a package is missing or has changed, ImportError is raised. Such an
+    import is not repeated: later calls raise the same error. If it fails because of a bug of
+    jaxnorm, RuntimeError is raised, which no caller treats as a missing package.
     """
     path = MODULES[name]
     if path in _failures:
         raise ImportError(_failures[path])
     try:
         backend: Implementation = importlib.import_module(path).IMPLEMENTATION
-    except Exception as error:  # any error: the module uses JAX internals, which may have changed
-        is_told = isinstance(error, ImportError)
-        _failures[path] = str(error) if is_told else f"{type(error).__name__}: {error}"
+    except Exception as error:
+        if _is_own_bug(error, path):
+            raise RuntimeError(
+                f"jaxnorm: the import of {path} failed because of a bug of jaxnorm, which should "
+                f"be reported: {_described(error, name)}"
+            ) from error
+        is_explained = isinstance(error, ImportError) and error.name is None  # by jaxnorm's code
+        _failures[path] = str(error) if is_explained else _described(error, name)
         raise ImportError(_failures[path]) from error
     return backend
+
+
+def _is_own_bug(error: Exception, path: str) -> bool:
+    """Return True if the import of the module `path` failed because of a bug of jaxnorm.
+
+    The import may also fail because a package is missing, or because JAX's private API has changed.
+    A name that is missing in a module of jaxnorm is a bug. (The module `path` itself may be
+    missing.) Any other error that jaxnorm's code raises is a bug if this version of JAX was tested.
+    With another version, it may be a changed function of JAX.
+    """
+    if isinstance(error, ImportError):
+        place = error.name if error.name != path else None
+    elif isinstance(error, AttributeError):
+        owner = error.obj
+        is_module = isinstance(owner, types.ModuleType)
+        place = getattr(owner, "__name__" if is_module else "__module__", None)
+    elif jax.__version__ in launching.TESTED:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        place = frame.f_globals["__name__"]
+    else:
+        place = None
+    return (place or "").startswith("jaxnorm")
 
 
 def local_platform() -> str:

@@ -9,6 +9,7 @@ and `Call.returns`.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ Run = Callable[..., list[jax.Array]]
 
 # Calls are interned, so identical layers of a model share one object and its cached properties.
 _once = functools.lru_cache(maxsize=4096)
+# All calls that exist. `_once` forgets calls that were not used for a while, but a jaxpr, for
+# example, may still have them.
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], "Call"] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +69,8 @@ class Call:
         implementation: Name | None,
         primitives: str | None = None,
     ) -> "Call":
-        return cls(function, spec, view, implementation, primitives)
+        fields = (function, spec, view, implementation, primitives)
+        return _interned.setdefault(fields, cls(*fields))
 
     @classmethod
     def forward(

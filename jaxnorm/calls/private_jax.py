@@ -7,7 +7,7 @@ even then.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -39,6 +39,33 @@ def check_floats(primitive: Primitive) -> None:
 
         check = functools.partial(checkify.nan_error_check, primitive)
         checkify.error_checks[primitive] = check
+
+
+@contextlib.contextmanager
+def without_unfinished_functions(ctx: Any) -> Iterator[None]:
+    """If lowering raises an error in this context, remove the functions that it has not finished.
+
+    JAX lowers an inner `jax.jit` to a function of the MLIR module. If an error interrupts this, the
+    function has no end, and the module is invalid. `ctx` is the context of a lowering rule. If it
+    has no table of symbols, nothing is removed, and JAX raises an error for the invalid module.
+    """
+    symbols = getattr(ctx.module_context, "symbol_table", None)
+
+    def functions() -> dict[str, Any]:
+        operations = ctx.module_context.module.body.operations
+        return {op.name.value: op for op in operations if op.operation.name == "func.func"}
+
+    before = functions()
+    try:
+        yield
+    except Exception:
+        for name, function in functions().items():
+            if symbols is None or name in before or function.is_external:
+                continue
+            operations = [operation.operation.name for operation in function.entry_block.operations]
+            if operations[-1:] != ["func.return"]:
+                symbols.erase(function)
+        raise
 
 
 def accumulators() -> Any:

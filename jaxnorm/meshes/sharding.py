@@ -6,6 +6,7 @@ Manual axes     the caller's code is inside `jax.shard_map`, and its arrays are 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -224,16 +225,38 @@ def run(
     if mesh is None:
         return whole(*arrays)
     operands, results, run_shard = shards(avals, mesh)
-    sharded = jax.shard_map(
-        run_shard,
-        mesh=mesh,
-        in_specs=operands,
-        out_specs=[*results],
-        axis_names=explicit_axes(mesh),
-    )
+    sharded = _on_shards(run_shard, whole, mesh, operands, [*results], explicit_axes(mesh))
     # If a parameter is sharded (FSDP), gather it. This is cheap, because parameters are small.
     outputs: list[jax.Array] = sharded(*[reshard(a, mesh, s) for a, s in zip(arrays, operands)])
     return outputs
+
+
+def _on_shards(
+    run_shard: Run, whole: Run, mesh: Any, operands: Any, results: Any, axes: set[str]
+) -> Callable[..., Any]:
+    """Return a function that runs `run_shard` on each device's shards, in `jax.shard_map`.
+
+    There is one exception, in a `jax.shard_map` of the user. XLA aborts the process if a nested
+    `jax.shard_map` maps over a mesh axis that precedes one of the user's, and if the mesh also has
+    Auto axes ("Manual axes must be sorted by mesh axis index", jax 0.11.2 to 0.12.0.1). There, the
+    returned function computes `whole`, and XLA's partitioner shards it.
+
+    Args:
+      run_shard: function of one device's shards of the operands.
+      whole: the same function of the unsharded arrays.
+      mesh: the mesh.
+      operands, results: the `PartitionSpec` of each array.
+      axes: the mesh axes over which `jax.shard_map` maps; an empty set means all.
+    """
+    manual = [n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Manual]
+    if axes and manual and AxisType.Auto in mesh.axis_types:
+        order = mesh.axis_names.index
+        if min(map(order, axes)) < max(map(order, manual)):
+            out = jax.tree.map(functools.partial(NamedSharding, mesh), results)
+            return jax.sharding.auto_axes(whole, axes=(*axes,), out_sharding=out)
+    return jax.shard_map(
+        run_shard, mesh=mesh, in_specs=operands, out_specs=results, axis_names=axes
+    )
 
 
 def map_batch(
@@ -266,13 +289,8 @@ def map_batch(
     over = axes_over(batch, 0, batch.sharding.mesh)
     if not over:
         return loop(batched, shared)
-    sharded = jax.shard_map(
-        loop,
-        mesh=batch.sharding.mesh,
-        in_specs=(PartitionSpec(over), PartitionSpec()),
-        out_specs=PartitionSpec(over),
-        axis_names={*over},
-    )
+    specs = PartitionSpec(over), PartitionSpec()
+    sharded = _on_shards(loop, loop, batch.sharding.mesh, specs, PartitionSpec(over), {*over})
     results: list[jax.Array] = sharded(batched, shared)
     return results
 

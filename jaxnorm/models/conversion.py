@@ -6,12 +6,17 @@ input instead of their output. One log line lists the norms that keep the packag
 norms that save their input.
 """
 
+import copyreg
+import dataclasses
 import functools
 import inspect
 import logging
+import pickle
+import re
+import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import jax
@@ -19,14 +24,10 @@ import numpy as np
 
 from jaxnorm.operations import checks
 from jaxnorm.tools import check_params
-from jaxnorm.tools.text import progress
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 #: The words of the log line for norms that save their input instead of their output.
 KEPT = 'keep their input, as with save="input"'
-
-# Number of seconds after which a conversion shows a progress bar.
-_PATIENCE = 2.0
 
 
 def check(function: str, save: Save, implementation: Name | None) -> None:
@@ -123,7 +124,7 @@ def decided(
     ours = tuple(classes.values())
     theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, ours)}
     left, kept, saves = dict[str, str](), dict[str, str](), dict[str, Save]()
-    for path in progress([*theirs], after=_PATIENCE):
+    for path in theirs:
         if (why := why_left(theirs[path])) is not None:
             left[path] = why
             continue
@@ -132,8 +133,7 @@ def decided(
         saves[path] = "input" if path in kept else save
     package = "equinox" if function.startswith("equinox") else "Flax"
     own = [type(theirs[p]).__name__ for p in left if converted_as(type(theirs[p]), classes) is None]
-    outcomes = {f"are left to {package}": left, KEPT: kept}
-    log(function, len(theirs), outcomes, calls.sentences(own))
+    log(function, len(theirs), {f"are left to {package}": left, KEPT: kept}, calls, own)
     return saves
 
 
@@ -165,8 +165,9 @@ def converted_as(kind: type, bases: Iterable[type]) -> type | None:
 
 def _adds_nothing(kind: type) -> bool:
     """Return True if the body of a class is empty: it has only what its metaclass adds."""
-    own, empty = (_contents(k) for k in (kind, _empty_subclass(kind.__bases__[0])))
-    return own.items() <= empty.items()
+    (base,) = kind.__bases__
+    own = vars(kind).keys() - vars(_empty_subclass(base)).keys() - _OF_STATEMENTS
+    return not own and _fields(kind) == _fields(base)
 
 
 @functools.cache
@@ -174,25 +175,17 @@ def _empty_subclass(base: type) -> type:
     return type(base)(base.__name__, (base,), {"__module__": __name__})
 
 
-# Attributes that every class statement sets, even with an empty body.
+def _fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)] if is_dataclass(kind) else []
+
+
+# Attributes that a class statement may set, even with an empty body. Annotations are not compared
+# here: an annotation in the body of a dataclass is a field.
 _OF_STATEMENTS = {
     "__annotate__", "__annotate_func__", "__annotations__", "__annotations_cache__",
     "__classdictcell__", "__doc__", "__firstlineno__", "__module__", "__qualname__",
     "__static_attributes__",
 }  # fmt: skip
-
-
-def _contents(kind: type) -> dict[str, Any]:
-    """Return the attributes in the body of a class, in a form that can be compared between classes.
-
-    A function is represented by its source file, any other value by the name of its type.
-    """
-    contents: dict[str, Any] = {"annotations": bool(vars(kind).get("__annotations__"))}
-    for name, value in vars(kind).items():
-        if name not in _OF_STATEMENTS:
-            code = getattr(value, "__code__", None)
-            contents[name] = type(value).__name__ if code is None else code.co_filename
-    return contents
 
 
 class Calls:
@@ -240,14 +233,13 @@ class Calls:
         self.left: dict[str, str] = {}
         self.others: dict[str, str] = {}
 
-    def _identities(self) -> frozenset[tuple[type, int]]:
-        return frozenset((kind, id(function)) for kind, function in self.functions.items())
+        self._identities = frozenset((k, identity(f)) for k, f in self.functions.items())
 
     def __hash__(self) -> int:
-        return hash(self._identities())
+        return hash(self._identities)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Calls) and self._identities() == other._identities()
+        return isinstance(other, Calls) and self._identities == other._identities
 
     def of(self, kind: type, path: str) -> Callable[..., Any] | None:
         """Return the function that replaces the ``__call__`` of a module, or None.
@@ -271,15 +263,20 @@ class Calls:
         """
         return path in self.applied or path in self.left
 
-    def note(self, kind: type, path: str) -> None:
-        """Record a module if its class is the user's and the class's name ends in "norm"."""
+    def note(self, kind: type, path: str, parameters: Iterable[Any]) -> None:
+        """Record a module if it is a norm, and the user defines its class.
+
+        It is a norm if its class's name ends in "norm" and if its parameters are at most a vector
+        for each of several stacked layers. Call this function for modules without submodules only.
+        """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
-        if is_own and kind.__name__.lower().endswith("norm"):
+        is_named = is_own and kind.__name__.lower().endswith("norm")
+        if is_named and all(np.ndim(a) <= 2 for a in parameters):
             self.others[path] = kind.__name__
 
-    def sentences(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> Iterator[str]:
-        """Yield sentences for the log line about the modules that this object has recorded.
+    def problems(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> list[str]:
+        """Return sentences about modules that are not changed, and about classes without modules.
 
         Args:
           left: names of norm classes that are not converted because they override code.
@@ -287,27 +284,51 @@ class Calls:
             is reported as not found if no module of this class was recorded and its full name is
             not in `seen`.
         """
-        for what, modules in (
-            ("call functions of calls", self.applied),
-            ("are left as they are", self.left),
-        ):
-            if modules:
-                listed = [f"{path or 'the module itself'} ({why})" for path, why in modules.items()]
-                yield f"{len(modules)} modules {what}: {'; '.join(listed)}"
+        found = {*seen, *self.applied.values()}
         absent = [
             kind.__name__
             for kind in self.functions
-            if kind.__name__ not in self.applied.values()
-            and f"{kind.__module__}.{kind.__qualname__}" not in seen
+            if not found & {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
         ]
-        if absent:
-            yield f"calls has classes that were not found: {', '.join(absent)}"
-        names = [f"{name} ({count})" for name, count in Counter(self.others.values()).items()]
-        if names:
-            yield f"norms of other classes are left as they are: {', '.join(names)}"
-        if to_convert := [*dict.fromkeys((*left, *self.others.values()))]:
-            written = ", ".join(f"{name}: function" for name in to_convert)
-            yield f"To convert such classes, pass calls={{{written}}}"
+        names = {name: [*self.others.values()].count(name) for name in self.others.values()}
+        to_convert = ", ".join(f"{n}: function" for n in dict.fromkeys((*left, *names)))
+        counts = ", ".join(f"{name} ({count})" for name, count in names.items())
+        sentences = {
+            f"{len(self.left)} modules are left as they are: {listed(self.left)}": self.left,
+            f"calls has classes that were not found: {', '.join(absent)}": absent,
+            f"norms of other classes are left as they are: {counts}": names,
+            f"To convert such classes, pass calls={{{to_convert}}}": to_convert,
+        }
+        return [sentence for sentence, applies in sentences.items() if applies]
+
+
+def identity(function: Any) -> Any:
+    """Return a hashable value that is equal for functions with the same code and the same data.
+
+    So a lambda that a step of training makes anew at each call stays one function. The data are
+    the defaults and the variables of enclosing functions; they are compared by identity, unless
+    they are numbers or strings.
+    """
+    if isinstance(function, functools.partial):
+        options = tuple(sorted(function.keywords.items()))
+        return "partial", identity(function.func), _of_data((function.args, options))
+    if isinstance(function, types.MethodType):
+        return identity(function.__func__), id(function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return id(function)
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a variable of the enclosing function that is not set yet
+        return id(function)
+    defaults = function.__defaults__, tuple(sorted((function.__kwdefaults__ or {}).items()))
+    return function.__code__, id(function.__globals__), _of_data((*defaults, *cells))
+
+
+def _of_data(data: Any) -> Any:
+    if isinstance(data, tuple):
+        return tuple(map(_of_data, data))
+    is_plain = data is None or isinstance(data, (bool, int, float, str))
+    return (type(data), data) if is_plain else id(data)
 
 
 def with_call(kind: type, function: Callable[..., Any]) -> type:
@@ -317,24 +338,54 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     same class.
     """
     kind = _ORIGINAL.get(kind, kind)
-    key = kind, id(function)
+    key = kind, identity(function)
     made = _WITH_CALLS.get(key)
-    if made is None:
+    # Variables of the enclosing function may have changed since the class was made.
+    if made is None or identity(_FUNCTION[made]) != key[1]:
         contents = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return function(self, *args, **kwargs)
 
-        made = type(kind)(kind.__name__, (kind,), {**contents, "__call__": call})
+        made = _metaclass(type(kind))(kind.__name__, (kind,), {**contents, "__call__": call})
+        _FUNCTION[made] = function
         _WITH_CALLS[key], _ORIGINAL[made] = made, kind
     return made
 
 
-# The classes that `with_call` has made. A key is the original class and the id() of the function.
-# A class refers to its function, so no other function can have the same id while the class exists.
-_WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
-# Maps each of these classes to the class from which it was derived.
+@functools.cache
+def _metaclass(kind: type) -> type:
+    """Return a subclass of a metaclass, for classes of `with_call`, which pickle by `_reduced`."""
+    made = type(kind.__name__, (kind,), {})
+    copyreg.pickle(made, _reduced)
+    return made
+
+
+def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
+    """Return how `pickle` makes a class of `with_call` again.
+
+    If its function cannot be pickled (a lambda, for example), the class is loaded as the class from
+    which it was derived.
+    """
+    kind, function = _ORIGINAL[made], _FUNCTION[made]
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        warn("a %s is pickled without its function of calls, %r", kind.__name__, function)
+        return _same, (kind,)
+    return with_call, (kind, function)
+
+
+def _same(kind: type) -> type:
+    return kind
+
+
+# The classes that `with_call` has made. A key is the original class and the identity of the
+# function. A class refers to its function, and so to all objects whose id() is in the identity.
+_WITH_CALLS: weakref.WeakValueDictionary[tuple[type, Any], type] = weakref.WeakValueDictionary()
+# Maps each of these classes to the class from which it was derived, and to its function.
 _ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+_FUNCTION: weakref.WeakKeyDictionary[type, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
 def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
@@ -342,46 +393,77 @@ def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
 
     `norms` is a text with the names of the package's norm classes.
     """
-    others = "".join(f". {sentence}" for sentence in calls.sentences())
     warn(
         f"jaxnorm.{function}: %s has no {norms}; norms of other classes can call "
         "jaxnorm.layer_norm and jaxnorm.rms_norm%s",
         type(model).__name__,
-        others,
+        "".join(f". {sentence}" for sentence in calls.problems()),
     )
 
 
 def warn(text: str, *arguments: object) -> None:
-    """Log a line with the logger ``"jaxnorm"``.
+    """Log a warning with the logger ``"jaxnorm"``."""
+    _LOGGER.warning(text, *arguments)
 
-    The level is warning, because Python's logging does not show lower levels by default.
-    """
-    logging.getLogger("jaxnorm").warning(text, *arguments)
+
+_LOGGER = logging.getLogger("jaxnorm")
+if _LOGGER.level == logging.NOTSET:
+    # Python's default level would drop the lines of the level INFO before any handler gets them.
+    # Without a handler, Python prints warnings only.
+    _LOGGER.setLevel(logging.INFO)
 
 
 def log(
     function: str,
     seen: int,
     outcomes: Mapping[str, Mapping[str, str]],
-    sentences: Iterable[str] = (),
+    calls: Calls,
+    own: Iterable[str] = (),
+    found: Collection[str] = (),
 ) -> None:
-    """Log one line about the norms that were not converted, or that must save their input.
+    """Log one line about the modules that call functions of `calls`, and about all problems.
 
-    Without this line, the user would not notice that these norms are slower than intended, or that
-    they save more.
+    Problems are norms that were not converted, or that must save their input. Without the line, the
+    user would not notice that these norms are slower than intended, or that they save more. The
+    line is a warning if there are problems. Otherwise, it has the level INFO.
 
     Args:
       function: name of the conversion, such as ``"nnx.convert"``.
       seen: number of all norms.
       outcomes: a nested dict, ``{outcome: {path: reason}}``. An outcome is a text, such as "are
         left to Flax". The inner dict has an entry for each norm with this outcome.
-      sentences: further sentences of the line.
+      calls: the argument ``calls`` of the conversion.
+      own, found: the arguments of `Calls.problems`.
     """
-    parts = [
-        f"{len(norms)} of {seen} norms {what}: "
-        + "; ".join(f"{path or 'the module itself'} ({why})" for path, why in norms.items())
-        for what, norms in outcomes.items()
-        if norms
-    ] + [*sentences]
+    lists = {f"of {seen} norms {what}": norms for what, norms in outcomes.items()}
+    problems = [f"{len(norms)} {what}: {listed(norms)}" for what, norms in lists.items() if norms]
+    problems += calls.problems(own, found)
+    parts = problems
+    if calls.applied:
+        changed = f"{len(calls.applied)} modules call functions of calls: {listed(calls.applied)}"
+        parts = [changed, *problems]
     if parts:
-        warn("jaxnorm.%s: %s", function, ". ".join(parts))
+        level = logging.WARNING if problems else logging.INFO
+        _LOGGER.log(level, "jaxnorm.%s: %s", function, ". ".join(parts))
+
+
+def listed(modules: Mapping[str, str]) -> str:
+    """Return a text with the paths of modules, each with the reason why it is listed.
+
+    Modules whose paths and reasons differ only in numbers share an entry, so that the text has one
+    entry for each kind of module in a model of many layers.
+    """
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
+    for path, why in modules.items():
+        pattern = tuple(re.sub(r"\d+", "*", text) for text in (path, why))
+        groups.setdefault(pattern, {})[path] = why
+    entries = []
+    for (path, why), members in groups.items():
+        if len(members) == 1:
+            ((path, why),) = members.items()
+            entries.append(f"{path or 'the module itself'} ({why})")
+        else:
+            same = {*members.values()}
+            why = same.pop() if len(same) == 1 else why
+            entries.append(f"{path} ({why}, {len(members)} times)")
+    return "; ".join(entries)

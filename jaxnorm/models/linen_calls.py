@@ -1,7 +1,7 @@
 """The code that runs calls of linen norms, and the classes behind `jaxnorm.linen.converted`."""
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -196,6 +196,8 @@ class Seen:
     The context's log line is made from it.
 
     Attributes:
+      calls: the user's functions that replace the ``__call__`` of classes, with a record of the
+        modules for which they were called.
       modules: full names of the classes of all modules.
       has_norms: True if a module of Flax's or jaxnorm's norm classes was called.
       norms: maps the path of each norm of Flax to the reason why it was not converted, or to None
@@ -203,8 +205,6 @@ class Seen:
       kept: maps the path of each norm that saves its input instead of its output to the reason.
       unknown: maps the path of each norm that is not in the argument ``params`` to a text that
         says so.
-      calls: the user's functions that replace the ``__call__`` of classes, with a record of the
-        modules for which they were called.
       own: names of subclasses of Flax's norms that were not converted because they override code.
     """
 
@@ -224,6 +224,12 @@ class Seen:
         """
         if conversion.converted_as(type(norm), flax) is None:
             self.own[type(norm).__name__] = None
+
+    def note(self, module: nn.Module, path: str) -> None:
+        """Record a module of another class if it is a norm. Its call must have returned."""
+        parameters = module.variables.get("params", {}).values()
+        if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
+            self.calls.note(type(module), path, map(nn.unbox, parameters))
 
     def judged(
         self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
@@ -247,51 +253,27 @@ class Seen:
         self.kept[path] = why
         return "input"
 
-    def tell(self, settings: Hashable, around: Hashable) -> None:
+    def tell(self) -> None:
         """At the end of a context, log which norms were left to Flax or must save their input.
 
-        If no norm was called in the context, log a warning about that. `settings` are the settings
-        of the context. `around` are the settings of the enclosing context, or None without such a
-        context.
+        If modules were called in the context, but no norm, log a warning about that. If no module
+        was called, nothing is logged: `jax.jit` may have reused compiled programs, which do not
+        call modules again.
         """
-        if around is not None:
-            # Calls in this context are also calls in the enclosing context, so the enclosing
-            # context must not warn that no norm was called.
-            _seen_before.setdefault(around, set())
-        left = {path: why for path, why in self.norms.items() if why is not None}
-        before = _seen_before.get(settings)
-        # True if all modules of this record were also called in an earlier context with equal
-        # settings. `jax.jit` reuses programs that were compiled in that context. A reused program
-        # does not call its Python modules again, so this record may lack modules.
-        is_part = before is not None and self.modules <= before
-        names = before if before and is_part else self.modules
-        conversion.log(
-            "linen.converted",
-            len(self.norms),
-            {
-                "are left to Flax": left,
-                conversion.KEPT: self.kept,
-                "were not looked at": self.unknown,
-            },
-            self.calls.sentences(self.own, names) if self.modules else (),
-        )
-        _seen_before[settings] = self.modules | (before or set())
-        if self.has_norms or self.calls.applied or is_part:
-            return
         if not self.modules:
+            return
+        if not (self.has_norms or self.calls.applied or self.calls.others):
             conversion.warn(
-                "jaxnorm.linen.converted: no linen module was called inside it, so nothing is "
-                "converted; put it around calls of init and apply, not around what makes a model"
+                "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called "
+                "inside it, only %s; norms of other classes can call jaxnorm.layer_norm and "
+                "jaxnorm.rms_norm, by calls={class: function}",
+                ", ".join(sorted(name.rpartition(".")[2] for name in self.modules)),
             )
             return
-        conversion.warn(
-            "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called "
-            "inside it, only %s; norms of other classes can call jaxnorm.layer_norm and "
-            "jaxnorm.rms_norm, by calls={class: function}",
-            ", ".join(sorted(name.rpartition(".")[2] for name in self.modules)),
-        )
-
-
-#: Maps the settings of a context to the full class names of all modules that were called so far, in
-#: any context with these settings.
-_seen_before: dict[Hashable, set[str]] = {}
+        outcomes = {
+            "are left to Flax": {path: why for path, why in self.norms.items() if why is not None},
+            conversion.KEPT: self.kept,
+            "were not looked at": self.unknown,
+        }
+        norms = len(self.norms)
+        conversion.log("linen.converted", norms, outcomes, self.calls, self.own, self.modules)

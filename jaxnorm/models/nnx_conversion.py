@@ -42,15 +42,18 @@ def convert(
             f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
             "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
         )
-    norms = {}
+    # Every decision is made before the first module is changed, so that an error changes none.
+    norms: dict[str, Any] = {}
+    changes: list[tuple[Any, type, dict[str, Any]]] = []
     for path, node in modules:
         function = calls.of(type(node), path)
         if function is not None:
-            node.__class__ = conversion.with_call(type(node), function)
+            changes.append((node, conversion.with_call(type(node), function), {}))
         elif isinstance(node, tuple(classes)) and not calls.has(path):
             norms[path] = node
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
-            calls.note(type(node), path)
+            parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
+            calls.note(type(node), path, parameters)
     if not norms and not calls.applied:
         names = "nnx.LayerNorm, RMSNorm or GroupNorm"
         conversion.warn_of_none("nnx.convert", model, names, calls)
@@ -65,11 +68,29 @@ def convert(
         why_input,
     )
     for path, save in decided.items():
-        norm = norms[path]
-        flax_modules.set_fields(norm, added._replace(save=save))
-        base = conversion.converted_as(type(norm), classes)
+        base = conversion.converted_as(type(norms[path]), classes)
         assert base is not None
-        norm.__class__ = classes[base]
+        changes.append((norms[path], classes[base], added._replace(save=save)._asdict()))
+    _apply(changes)
+
+
+def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
+    """Change the classes and set attributes of modules. If one cannot be changed, none is.
+
+    For example, nnx raises an error for a module that was made outside the traced function.
+    """
+    before = [(node, type(node), dict(vars(node))) for node, _, _ in changes]
+    try:
+        for node, kind, attributes in changes:
+            for name, value in attributes.items():
+                setattr(node, name, value)
+            node.__class__ = kind
+    except BaseException:
+        for node, kind, attributes in before:
+            object.__setattr__(node, "__class__", kind)
+            vars(node).clear()
+            vars(node).update(attributes)
+        raise
 
 
 def why_left(norm: Any, classes: Sequence[type]) -> str | None:

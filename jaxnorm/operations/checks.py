@@ -5,10 +5,13 @@ how to fix it. Two arguments of the checks are texts for these errors: `function
 public function, and `name` is the name of the argument.
 """
 
+import contextlib
+import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,54 +39,120 @@ SAVE_MODES = ("output", "input")
 _FLOAT_DTYPES = frozenset(map(jnp.dtype, FLOAT_DTYPES))
 
 
+class _Kind(NamedTuple):
+    """The arrays that an argument accepts.
+
+    Attributes:
+      has: returns True for the dtypes that are accepted.
+      expected: a text that describes these dtypes, for errors.
+      numbers: a text that describes the elements, for errors.
+      cast: name of an accepted dtype, to which an error suggests a cast.
+      lists: True if lists of numbers are accepted.
+    """
+
+    has: Callable[[Any], bool]
+    expected: str
+    numbers: str
+    cast: str
+    lists: bool = True
+
+
+_FLOAT = _Kind(
+    _FLOAT_DTYPES.__contains__,
+    f"one of {', '.join(FLOAT_DTYPES)}",
+    "floating-point numbers",
+    "float32",
+    lists=False,
+)
+_INTEGER = _Kind(
+    lambda dtype: jnp.issubdtype(dtype, jnp.integer),
+    "integers",
+    "smaller ones, such as -1 for a label that is no class",
+    "int32",
+)
+_BOOLEAN = _Kind(lambda dtype: dtype == np.bool_, "bool (True keeps an entry)", "booleans", "bool_")
+_WEIGHTS = _Kind(
+    lambda dtype: dtype == np.bool_ or dtype in _FLOAT_DTYPES,
+    "bool (True keeps an entry) or a float dtype (weights)",
+    "booleans or float weights",
+    "bool_",
+)
+_SCALE = _Kind(
+    lambda dtype: jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer),
+    "a number or an array of floats",
+    "a number",
+    "float32",
+)
+_ANY = _Kind(lambda dtype: True, "numbers", "numbers", "float32", lists=False)
+
+
 def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
     """Convert `value` to an array; raise TypeError unless its dtype is a supported float dtype."""
-    if isinstance(value, jax.Array):
-        array = value
-    elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
-        array = _array(function, name, value, "floating-point numbers")
-    else:
-        raise _no_array(function, name, value)
-    if array.dtype not in _FLOAT_DTYPES:
-        raise TypeError(
-            f"{function}: {name} has dtype {array.dtype.name}; expected one of "
-            f"{', '.join(FLOAT_DTYPES)}; cast it, e.g. {name}.astype(jnp.float32)"
-        )
-    return array
+    return _array(function, name, value, _FLOAT)
 
 
-def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
-    """Convert `value`, such as a list, to an array.
+def scale_array(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """Convert a scale of logits to an array; raise TypeError unless it has floats or integers."""
+    return _array(function, name, value, _SCALE)
 
-    Raise TypeError if JAX cannot convert it, and ValueError if it has an integer that is too large
-    for JAX. The text of the ValueError includes `expected`, a description of valid values.
+
+def any_array(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """Convert `value` to an array; raise TypeError if JAX does not support it."""
+    return _array(function, name, value, _ANY)
+
+
+def _array(function: str, name: str, value: Any, kind: _Kind, also: str = "") -> jax.Array:
+    """Convert `value` to an array of the kind `kind`.
+
+    Raise TypeError if JAX cannot convert it, or if its dtype is wrong. Raise ValueError if it has
+    an integer that is too large for JAX. `also` is a text that is appended to the error about an
+    array of floats: a second way to fix it.
     """
+    if isinstance(value, jax.Array) and kind.has(value.dtype):
+        return value
+    is_array = isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__")
+    array, cause = value, None
     try:
-        return jnp.asarray(value)
+        if is_array or kind.lists:
+            array = jnp.asarray(value)
+            if kind.has(array.dtype):
+                return array
     except (TypeError, ValueError, OverflowError) as error:
-        is_integer = isinstance(value, int)
-        if not (is_integer or isinstance(error, OverflowError)):
-            raise _no_array(function, name, value) from error
+        cause = error
+    is_integer = isinstance(value, int)
+    if cause is not None and (is_integer or isinstance(cause, OverflowError)):
         # Do not show JAX's own message for an integer, because it has every digit of the integer.
         # If there are thousands of digits, Python even refuses to convert them to text.
-        given = _shown(value) if is_integer else error
         raise ValueError(
-            f"{function}: {name} has an integer that JAX's integers do not hold: {given}; "
-            f"expected {expected}"
-        ) from error
+            f"{function}: {name} has an integer that JAX's integers do not hold: "
+            f"{_shown(value) if is_integer else cause}; expected {kind.numbers}"
+        ) from cause
+    given, expected = f"is a {type(value).__name__}", "an array"
+    dtype = getattr(array, "dtype", None)
+    if dtype is not None and not isinstance(value, np.ma.MaskedArray):
+        given, expected = f"has dtype {dtype.name}", kind.expected
+        if not getattr(dtype, "isnative", True):
+            given = f"has dtype {dtype.str}, in another byte order than this machine's"
+    fix = _conversion(name, value, kind.cast) + (also if dtype in _FLOAT_DTYPES else "")
+    raise TypeError(f"{function}: {name} {given}; expected {expected}{fix}") from cause
 
 
-def _no_array(function: str, name: str, value: object) -> TypeError:
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.isnative:
-        return TypeError(
-            f"{function}: {name} has dtype {value.dtype.str}, in another byte order than this "
-            f"machine's; expected {value.dtype.name} in the machine's own; convert it, e.g. "
-            f"{name}.astype({name}.dtype.newbyteorder('='))"
-        )
-    return TypeError(
-        f"{function}: {name} is a {type(value).__name__}; expected an array; "
-        f"convert it, e.g. jnp.asarray({name})"
-    )
+def _conversion(name: str, value: Any, dtype: str) -> str:
+    """Return a text that says how to convert `value` to an array of dtype `dtype`, for an error.
+
+    The text is "" if no conversion works, or if each loses a part of the value: the conversion of
+    complex numbers warns. Conversions are tried with float32, because Python converts anything to a
+    boolean.
+    """
+    for text, convert in (
+        (f"{name}.astype(jnp.{dtype})", lambda: value.astype(np.float32)),
+        (f"{name}.filled(0)", lambda: value.filled(0).astype(np.float32)),
+        (f"jnp.asarray({name}, jnp.{dtype})", lambda: jnp.asarray(value, np.float32)),
+    ):
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="error"):
+            jnp.asarray(convert())
+            return f"; convert it, e.g. {text}"
+    return ""
 
 
 def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> np.dtype:
@@ -166,22 +235,16 @@ def axes_in_order(
         raise TypeError(
             f"{function}: axis={axis!r}; expected an integer or a tuple of integers"
         ) from error
-    if not indices:
+    if not indices or not all(-ndim <= a < ndim for a in indices):
+        wrong = "is out of range for" if indices else "names no axis of"
+        # An array without axes, such as a single logit, needs an axis of size 1.
+        works = not ndim and (axis is None or {*indices} in ({0}, {-1}))
+        fix = f"; give {of} an axis, e.g. {of}[None]" if works else ""
+        expected = f"axes from {-ndim} to {ndim - 1}" if indices and ndim else "at least one axis"
         raise ValueError(
-            f"{function}: axis={axis!r} names no axis of {of} with shape {shape}; "
-            "expected at least one axis" + ("" if ndim else f"; give {of} one, e.g. {of}[None]")
+            f"{function}: axis={_shown(axis)} {wrong} {of} with shape {shape}; expected {expected}"
+            f"{fix}"
         )
-    for a in indices:
-        if not ndim:
-            raise ValueError(
-                f"{function}: axis={_shown(axis)} is out of range for {of} with shape (), which "
-                f"has no axes; give {of} one, e.g. {of}[None]"
-            )
-        if not -ndim <= a < ndim:
-            raise ValueError(
-                f"{function}: axis={_shown(axis)} is out of range for {of} with shape {shape}; "
-                f"expected axes from {-ndim} to {ndim - 1}"
-            )
     canonical = tuple(a % ndim for a in indices)
     if len(set(canonical)) != len(canonical):
         raise ValueError(
@@ -207,22 +270,53 @@ def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowV
     raise ValueError(
         f"{function}: {name} has shape {shape}; expected {view.normalised}, the sizes of the "
         "normalised axes in the order of x (or 1, where it is the same along an axis)"
-        f"{groups}; reshape or broadcast {name} to that shape"
+        f"{groups}{reshaping(name, shape, view.normalised, tuple(expected))}"
     )
 
 
 def same_shape(
-    function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str = "x"
+    function: str,
+    name: str,
+    shape: tuple[int, ...],
+    expected: tuple[int, ...],
+    why: str = "the shape of x",
+    also: str = "",
 ) -> None:
     """Raise ValueError unless an array has the shape `expected`.
 
-    `expected` is the shape of another array, and `of` is the name of that array in the error.
+    `why` is a text that says in the error what this shape is. `also` is a text with a way to fix
+    the error that neither broadcasts nor reshapes the array.
     """
-    if shape != expected:
-        raise ValueError(
-            f"{function}: {name} has shape {shape}; expected {expected}, the shape of {of}; "
-            f"broadcast {name}, e.g. jnp.broadcast_to({name}, {of}.shape)"
-        )
+    if shape == expected:
+        return
+    array = _array_named(name)
+    fix = f"; broadcast {name}, e.g. jnp.broadcast_to({array}, {expected})"
+    if not fits((1,) * (len(expected) - len(shape)) + shape, expected):
+        fix = f"; reshape {name}, e.g. {array}.reshape({expected})"
+        fix = fix if math.prod(shape) == math.prod(expected) else also
+    has = "have" if name == "labels" else "has"
+    raise ValueError(f"{function}: {name} {has} shape {shape}; expected {expected}, {why}{fix}")
+
+
+def reshaping(name: str, shape: tuple[int, ...], *targets: tuple[int, ...]) -> str:
+    """Return a text that says how to reshape an array so that it fits a shape, for an error.
+
+    `shape` is the array's shape. `targets` are the shapes to which it may broadcast without new
+    axes. The text is "" if no axes of size 1 can be inserted or removed so that the array fits.
+    """
+    sizes = [size for size in shape if size != 1]
+    for target in targets:
+        for places in reversed([*itertools.combinations(range(len(target)), len(sizes))]):
+            by_place = dict(zip(places, sizes))
+            new = tuple(by_place.get(i, 1) for i in range(len(target)))
+            if fits(new, target):
+                return f"; reshape {name}, e.g. {_array_named(name)}.reshape({new})"
+    return ""
+
+
+def _array_named(name: str) -> str:
+    """Return an expression for the argument as an array. Labels and masks may be lists."""
+    return f"jnp.asarray({name})" if name in ("labels", "where") else name
 
 
 def features(function: str, name: str, shape: tuple[int, ...], size: str) -> None:
@@ -234,39 +328,39 @@ def features(function: str, name: str, shape: tuple[int, ...], size: str) -> Non
     if not shape:
         raise ValueError(
             f"{function}: {name} has shape (); expected (..., {size}), a vector of features for "
-            f"each position; give {name} an axis, e.g. {name}[None]"
+            "each position"
         )
 
 
 def weight(
-    function: str, shape: tuple[int, ...], x_shape: tuple[int, ...], of: str = "x", also: str = ""
+    function: str,
+    shape: tuple[int, ...],
+    x_shape: tuple[int, ...],
+    *,
+    of: str = "x",
+    also: str = "",
+    classes: bool = False,
 ) -> None:
     """Raise ValueError unless a weight's shape fits the first operand of the matmul.
 
     `shape` is the weight's shape. `x_shape` is the shape of the first operand, and `of` is its name
-    in the error. `also` is a text that is appended to the error: a second way to fix it.
+    in the error. `also` is a text that is appended to the error: a second way to fix it. If
+    `classes` is True, the columns of the weight are classes, and there must be at least one.
     """
-    if len(shape) != 2 or shape[0] != x_shape[-1]:
-        raise ValueError(
-            f"{function}: weight has shape {shape}; expected ({x_shape[-1]}, n), the last axis of "
-            f"{of} {x_shape} by any number of features; transpose or reshape weight, e.g. "
-            f"weight.T{also}"
-        )
-
-
-def vector(
-    function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str
-) -> None:
-    """Raise ValueError unless an array has the shape `expected`.
-
-    `of` is the noun, such as "class", that completes the words "a number for each ..." in the
-    error.
-    """
-    if shape != expected:
-        raise ValueError(
-            f"{function}: {name} has shape {shape}; expected {expected}, a number for each {of}; "
-            f"reshape {name} to that shape"
-        )
+    features, least = x_shape[-1], int(classes)
+    if len(shape) == 2 and shape[0] == features and shape[1] >= least:
+        return
+    name = "teacher_weight" if of == "teacher_x" else "weight"
+    fix = ""
+    if len(shape) == 2 and shape[1] == features and shape[0] >= least:
+        fix = f"; transpose it, e.g. {name}.T"
+    elif len(shape) > 2 and shape[0] == features and 0 not in shape:
+        fix = f"; reshape it, e.g. {name}.reshape({features}, -1)"
+    columns, number = ("V", "one class or more") if classes else ("n", "any number of features")
+    raise ValueError(
+        f"{function}: {name} has shape {shape}; expected ({features}, {columns}), the last axis of "
+        f"{of} {x_shape} by {number}{fix}{also}"
+    )
 
 
 def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
@@ -281,15 +375,9 @@ def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
     """Convert `value` to an array; raise TypeError unless it is boolean.
 
-    `also` is a text that is appended to the error: a second way to fix it.
+    `also` is a text that is appended to the error about floats: a second way to fix it.
     """
-    array = _array(function, name, value, "booleans (True keeps an entry)")
-    if array.dtype != jnp.bool_:
-        raise TypeError(
-            f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
-            f"entry); compare it, e.g. {name} != 0{also}"
-        )
-    return array
+    return _array(function, name, value, _BOOLEAN, also)
 
 
 def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
@@ -298,29 +386,15 @@ def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.
     Float weights are cast to `dtype`, and their gradient is 0. Raise TypeError for other dtypes,
     such as integers.
     """
-    array = _array(function, name, value, "booleans or float weights")
-    if array.dtype == jnp.bool_:
-        return array
-    if array.dtype not in _FLOAT_DTYPES:
-        raise TypeError(
-            f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
-            f"entry) or a float dtype (weights); compare it, e.g. {name} != 0, or cast it"
-        )
-    return jax.lax.stop_gradient(array).astype(dtype)
+    array = _array(function, name, value, _WEIGHTS)
+    return array if array.dtype == bool else jax.lax.stop_gradient(array).astype(dtype)
 
 
-def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
+def integer_array(function: str, name: str, value: Any) -> jax.Array:
     """Convert `value` to an array; raise TypeError unless its dtype is an integer dtype."""
     if isinstance(value, (np.ndarray, np.generic)) and not jax.config.jax_enable_x64:
-        value = _in_32_bits(np.asarray(value))
-    smaller = "smaller ones, e.g. -1 for a label that is no class"
-    array = _array(function, name, value, smaller)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(
-            f"{function}: {name} has dtype {array.dtype.name}; expected integers; cast it, e.g. "
-            f"{name}.astype(jnp.int32)"
-        )
-    return array
+        value = _in_32_bits(value)
+    return _array(function, name, value, _INTEGER)
 
 
 def not_one_hot(
@@ -348,23 +422,25 @@ def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> 
     """Raise ValueError if a position has as many labels as there are classes, or more.
 
     Such labels are probably one-hot labels. `labels` is the shape of the labels. The size of its
-    last axis is the number of labels of each position.
+    last axis is the number of labels of each position. Symbolic sizes (`jax.export`), which cannot
+    be compared, are accepted.
     """
-    if labels[-1] >= classes:
+    are_numbers = isinstance(labels[-1], int) and isinstance(classes, int)
+    if are_numbers and labels[-1] >= classes:
         raise ValueError(
             f"{function}: labels have shape {labels}: {labels[-1]} labels for each position, with "
-            f"{classes} classes; these look like one-hot labels, use jnp.argmax; expected fewer "
-            "labels than classes along the last axis"
+            f"{classes} classes; expected fewer labels than classes along the last axis; these "
+            "look like one-hot labels, use jnp.argmax(labels, -1)"
         )
 
 
-def _in_32_bits(value: np.ndarray) -> np.ndarray:
+def _in_32_bits(value: np.ndarray | np.generic) -> np.ndarray | np.generic:
     """Clip 64-bit labels to the range from -1 to the largest 32-bit integer.
 
     If 64-bit types are disabled, JAX converts labels to 32 bits. Without the clip, an integer that
     is too large for 32 bits would wrap around, and could become a valid label.
     """
-    if value.dtype.name not in ("int64", "uint64"):
+    if value.dtype.name not in ("int64", "uint64") or isinstance(value, np.ma.MaskedArray):
         return value
     return np.clip(value, -1 if value.dtype.kind == "i" else 0, 2**31 - 1)
 
@@ -381,7 +457,7 @@ def broadcastable(
     if not fits(padded, shape):
         raise ValueError(
             f"{function}: {name} has shape {array.shape}; expected a shape that broadcasts to "
-            f"{of} shape {shape} without enlarging it"
+            f"{of} shape {shape} without enlarging it{reshaping(name, array.shape, shape)}"
         )
     return array.reshape(padded)
 
@@ -450,19 +526,19 @@ def finite_in(
     dtype: np.dtype,
     numbers: Mapping[str, float],
     *,
-    above_zero: bool = False,
+    underflow: bool = True,
 ) -> None:
     """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
-    If `above_zero` is True, raise it also for numbers that are 0 after the cast. `dtype` is the
-    dtype of the arithmetic. `numbers` maps the names of options to their values.
+    Unless `underflow` is True, raise it also for numbers other than 0 that are 0 after the cast.
+    `dtype` is the dtype of the arithmetic. `numbers` maps the names of options to their values.
     """
     for name, value in numbers.items():
         with np.errstate(over="ignore", under="ignore"):
             rounded = dtype.type(value)
-        if not np.isfinite(rounded) or (above_zero and rounded == 0):
+        if not np.isfinite(rounded) or (value and not rounded and not underflow):
             info = np.finfo(dtype)
-            least = f"from {info.smallest_subnormal:.2g} " if above_zero else ""
+            least = "" if underflow else f"from {info.smallest_subnormal:.2g} "
             raise ValueError(
                 f"{function}: {name}={value!r} is {rounded} in {dtype.name}, the dtype of the "
                 f"arithmetic; expected a size {least}up to {info.max:.2g}, or float64 arrays"

@@ -88,9 +88,11 @@ def gated_linear(
       product: function (h, weight) -> y that replaces ``h @ weight``, such as `jax.lax.ragged_dot`
         for experts, or a quantised or low-rank matmul. Its arguments have the matmul's dtype. It
         may apply dropout or sharding constraints to h, and may close over arrays. The backward pass
-        recomputes the intermediates that the derivative of ``product`` needs. With ``product``,
-        weight may be an array of any shape or a pytree of arrays. Leaves that are not float arrays
-        are passed to ``product`` without a cast.
+        recomputes the intermediates that the derivative of ``product`` needs. Effects of
+        ``product``, such as `jax.debug.print`, happen once. If an effect has a result or is inside
+        a `jax.jit` in ``product``, nothing is recomputed, and more arrays are saved. With
+        ``product``, weight may be an array of any shape or a pytree of arrays. Leaves that are not
+        float arrays are passed to ``product`` without a cast.
       out_sharding: `NamedSharding` or `PartitionSpec` of the matmul's result, on a mesh with
         Explicit axes, as in `jnp.einsum`. It is required if the axis f is sharded (tensor
         parallelism).
@@ -342,7 +344,7 @@ def _weights(
                 f"{function}: weight has a {type(leaf).__name__}; expected an array, or a tree of "
                 "arrays; let product close over what is none"
             )
-    return [jnp.asarray(leaf) for leaf in leaves], tree
+    return [checks.any_array(function, "weight", leaf) for leaf in leaves], tree
 
 
 def _check_options(
@@ -373,7 +375,7 @@ def _check_shapes(
     shape = rows[0].shape
     checks.features(function, first, shape, "f")
     for name, a in zip(others, rows[1:]):
-        checks.same_shape(function, name, a.shape, shape, of=first)
+        checks.same_shape(function, name, a.shape, shape, f"the shape of {first}")
     if product is not None:
         return
     also = ", or give product= another product"
@@ -383,7 +385,8 @@ def _check_shapes(
 
 
 def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) -> None:
-    checks.vector(function, "bias", bias.shape, features, "column of the product")
+    why = "a number for each column of the product"
+    checks.same_shape(function, "bias", bias.shape, features, why)
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:

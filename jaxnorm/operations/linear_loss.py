@@ -1,5 +1,6 @@
 """The linear losses and the linear divergence, and the checks of their arguments."""
 
+import math
 from typing import Any, get_args
 
 import jax
@@ -41,8 +42,9 @@ def linear_softmax_cross_entropy(
 
     The logits are ``x @ weight + bias``. Only the logits of one chunk of rows are in memory at a
     time. The result is the mean, the sum or the array of the losses that
-    :func:`softmax_cross_entropy_with_integer_labels` computes. One loop over the chunks computes
-    the loss and, if it is differentiated, the gradients.
+    :func:`softmax_cross_entropy_with_integer_labels` computes. By default, the function returns the
+    mean; masks and weights go into ``where``, because a mask that multiplies the mean cancels out.
+    One loop over the chunks computes the loss and, if it is differentiated, the gradients.
 
     A loss that is not differentiated takes one matmul, which computes the logits. If it is
     differentiated, two more matmuls compute the gradients of x and weight, so a mean or a sum takes
@@ -90,8 +92,8 @@ def linear_softmax_cross_entropy(
         (chunk, V), dtype)`` shows the choice.
 
     Returns:
-      A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 if the logits are
-      float64.
+      A scalar (by default the mean), or for ``"none"`` an array of labels' shape: float32, or
+      float64 if the logits are float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
     the dtypes of their arguments. For a mean or a sum, the forward pass computes the gradients and
@@ -211,8 +213,8 @@ def _of_linear_logits(
 def _bias(function: Function, name: str, value: ArrayLike, weight: jax.Array) -> jax.Array:
     """Convert a bias to an array, and check that it has an element for each class of `weight`."""
     bias = checks.float_array(function, name, value)
-    of = f"class of weight {weight.shape}"
-    checks.vector(function, name, bias.shape, weight.shape[1:], of)
+    why = f"a number for each class of weight {weight.shape}"
+    checks.same_shape(function, name, bias.shape, weight.shape[1:], why)
     return bias
 
 
@@ -260,11 +262,14 @@ def _where(
         shape = (*of_labels, weight.shape[1])
         return checks.broadcastable(function, "where", array, shape, "logits'"), True
     if not checks.fits(array.shape, of_labels):
+        takes_mask = function != NAME and array.dtype == bool
+        logits = [(*of_labels, weight.shape[1])] if takes_mask else []
         classes = "" if function == NAME else f", or {x.ndim} axes: which classes there are"
         raise ValueError(
             f"{function}: where has shape {array.shape}; expected one that broadcasts to labels' "
             f"shape {of_labels}, with {len(of_labels)} axes: which positions count"
-            f"{', or how much' if function == NAME else classes}; reshape where, e.g. where[None]"
+            f"{', or how much' if function == NAME else classes}"
+            f"{checks.reshaping('where', array.shape, of_labels, *logits)}"
         )
     return jnp.broadcast_to(array, of_labels), False
 
@@ -275,14 +280,15 @@ def _refuse_classes(where: ArrayLike, x: tuple[int, ...], classes: int) -> None:
     linear_softmax_cross_entropy does not support such a mask.
     """
     shape: tuple[int, ...] = getattr(where, "shape", ())
-    if len(shape) != len(x) or shape[-1] not in (1, classes):
+    if len(shape) != len(x) or shape[-1] != classes or classes == 1:
         return
+    of_all = math.prod(shape) == classes
+    bias = "add it to the bias, e.g. bias=jnp.where(where.reshape(-1), 0, -jnp.inf), or "
     raise ValueError(
         f"{NAME}: where has shape {shape}, with the axis of the classes, as a mask of classes has; "
         f"expected one that broadcasts to labels' shape {x[:-1]}, for positions, because this "
-        "function takes no mask of classes. If all positions share the mask, add it to the bias, "
-        "e.g. bias=jnp.where(mask, 0, -jnp.inf); else use "
-        "-jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=mask)[0], which takes one"
+        f"function takes no mask of classes; {bias if of_all else ''}use "
+        "-jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=where)[0], which takes one"
     )
 
 
@@ -298,12 +304,7 @@ def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str =
             "that are numbers, because chunks of rows are cut when the call is traced; export one "
             "program for each size"
         )
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
-        raise ValueError(
-            f"{function}: {of}weight has shape {weight.shape}; expected ({x.shape[-1]}, V), the "
-            f"last axis of {of}x {x.shape} by one class or more; transpose an embedding table, "
-            f"e.g. {of}weight.T"
-        )
+    checks.weight(function, weight.shape, x.shape, of=f"{of}x", classes=True)
 
 
 def _check_labels(
@@ -312,10 +313,8 @@ def _check_labels(
     positions = x.shape[:-1]
     if labels.shape[: len(positions)] != positions or labels.ndim > len(positions) + is_several:
         several = f", or {positions} and an axis of several labels" if function == _LOG_PROB else ""
-        raise ValueError(
-            f"{function}: labels have shape {labels.shape}; expected {positions}, the shape of "
-            f"x {x.shape} without its last axis{several}; reshape or broadcast labels to that shape"
-        )
+        why = f"the shape of x {x.shape} without its last axis{several}"
+        checks.same_shape(function, "labels", labels.shape, positions, why)
     if is_several:
         checks.fewer_than_classes(function, labels.shape, weight.shape[1])
 
@@ -353,8 +352,9 @@ def linear_log_prob_and_entropy(
         a position.
       weight: array (d, V); any of these dtypes.
       labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
-        axis. If a label is out of range, such as a negative one, both results of its position and
-        the gradients are NaN. Labels may have one more axis at the end, for k labels of each
+        axis. If a label is out of range, such as a negative one, its log-probability is NaN, but
+        the entropy is not affected. The gradients are then NaN, unless the cotangent of this
+        log-probability is 0. Labels may have one more axis at the end, for k labels of each
         position, as in :func:`log_prob_and_entropy`.
       bias: array (V,), any of these dtypes; or None.
       where: None, or one of three kinds of arrays:
@@ -445,9 +445,10 @@ def linear_kl_divergence(
 
     The student's logits are ``x @ weight + bias``, and the teacher's logits are ``teacher_x @
     teacher_weight + teacher_bias``. The result is the mean, the sum or the array of the divergences
-    that :func:`kl_divergence` computes. Only the logits of one chunk of rows are in memory at a
-    time, in the forward and in the backward pass. One loop over the chunks computes the divergence
-    and, if it is differentiated, the gradients.
+    that :func:`kl_divergence` computes. By default, the function returns the mean; masks and
+    weights go into ``where``, because a mask that multiplies the mean cancels out. Only the logits
+    of one chunk of rows are in memory at a time, in the forward and in the backward pass. One loop
+    over the chunks computes the divergence and, if it is differentiated, the gradients.
 
     A divergence that is not differentiated takes two matmuls: one for the student's logits, and one
     for the teacher's. If it is differentiated, two more matmuls compute the gradients of x and
@@ -486,8 +487,8 @@ def linear_kl_divergence(
         shows the choice.
 
     Returns:
-      A scalar, or for ``"none"`` an array of the shape of x without the last axis: float32, or
-      float64 if the operands of a matmul promote to float64.
+      A scalar (by default the mean), or for ``"none"`` an array of the shape of x without the last
+      axis: float32, or float64 if the operands of a matmul promote to float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
     gradients have the dtypes of their arguments. The forward pass saves the same arrays as that of
@@ -525,10 +526,9 @@ def linear_kl_divergence(
     _check_shapes(_KL, teacher_x, teacher_weight, of="teacher_")
     positions = x.shape[:-1]
     if teacher_x.shape[:-1] != positions:
-        raise ValueError(
-            f"{_KL}: teacher_x has shape {teacher_x.shape}; expected {(*positions, 'e')}, the "
-            f"positions of x {x.shape} by any number of features; reshape or slice teacher_x"
-        )
+        expected = (*positions, teacher_x.shape[-1])
+        why = f"the positions of x {x.shape} by its own number of features"
+        checks.same_shape(_KL, "teacher_x", teacher_x.shape, expected, why)
     if teacher_weight.shape[1] != weight.shape[1]:
         raise ValueError(
             f"{_KL}: teacher_weight has shape {teacher_weight.shape}; expected "
@@ -566,7 +566,7 @@ def linear_kl_divergence(
             raise ValueError(
                 f"{_KL}: where has shape {array.shape}; expected one that broadcasts to the "
                 f"positions' shape {positions}, with {len(positions)} axes: which positions "
-                "count, or how much; reshape where, e.g. where[None]"
+                f"count, or how much{checks.reshaping('where', array.shape, positions)}"
             )
         arrays.append(jnp.broadcast_to(array, positions))
     if scale.array is not None:

@@ -296,7 +296,7 @@ class _Chunks:
 
         The cotangents of a row are divided by its power of two to avoid underflow. This division is
         exact. The power of two is the magnitude of the row's largest cotangent, multiplied by the
-        scale of the logits, and rounded to a power of two.
+        magnitude of the logits' scale, and rounded to a power of two.
 
         Masked rows, and rows whose magnitude is 0 or not finite, have no power of two of their own.
         They get the largest power of two of all other rows, on all devices. If there are no other
@@ -304,9 +304,9 @@ class _Chunks:
         """
         sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
         sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
-        size = functools.reduce(jnp.maximum, sizes) * self.head.logits_scale
+        size = functools.reduce(jnp.maximum, sizes) * abs(self.head.logits_scale)
         if self.row_scales is not None:
-            size = size * self.row_scales
+            size = size * abs(self.row_scales)
         counts = jnp.isfinite(size) & (size > 0)
         if self.counted is not None:
             counts &= self.counted
@@ -619,7 +619,8 @@ class _Rows:
         self.chunks, self.overlaps = chunks, short > 0
         own = self.of(chunks.counted) if chunks.counted is not None else None
         if self.overlaps:
-            first = self.start + jnp.arange(size) < (index + 1) * size - short
+            places = self.start + jnp.arange(size, dtype=self.start.dtype)
+            first = places < (index + 1) * size - short
             own = first if own is None else own & first
         # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
         # also belong to the next chunk. None if there cannot be such rows.

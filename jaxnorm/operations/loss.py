@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
+from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, scales
 from jaxnorm.operations.checks import ArrayLike, Axis
 from jaxnorm.primitives import eager, row_operations
@@ -83,10 +84,10 @@ def softmax_cross_entropy_with_integer_labels(
         spread evenly over all classes. With a mask of classes, it must be 0.
       z_loss: a finite Python number of at least 0, the factor of ``L^2`` in the equation above.
       logits_scale: factor by which the logits are multiplied, such as 1 / temperature. It may be a
-        number above 0, a scalar array, or an array with a scale for each position. A scalar array
+        finite number, a scalar array, or an array with a scale for each position. A scalar array
         may be traced, so that a schedule of temperatures compiles once. An array with a scale for
         each position has as many axes as labels, and broadcasts to their shape. The values of an
-        array are not checked, and have no derivative.
+        array are not checked, and have no derivative. Kernels run only for numbers above 0.
       logit_softcap: a Python number above 0, the bound c of the logits, as in Gemma 2. None for no
         bound. With a bound of c, a logit of -inf becomes -c, so use ``where`` to exclude classes.
         In kernels, the absolute error of tanh is at most 2 ulps of 1.
@@ -178,12 +179,10 @@ def _of_rows(
     is_several = may_be_several and labels.shape[:-1] == expected and labels.ndim > len(expected)
     if is_several:
         checks.fewer_than_classes(function, labels.shape, view.cols)
-    elif labels.shape != expected:
+    else:
         also = f", or {expected} and an axis of several labels" if may_be_several else ""
-        raise ValueError(
-            f"{function}: labels have shape {labels.shape}; expected {expected}, the shape of "
-            f"logits {shape} without axis={axis!r}{also}; reshape or broadcast labels to that shape"
-        )
+        why = f"the shape of logits {shape} without axis={axis!r}{also}"
+        checks.same_shape(function, "labels", labels.shape, expected, why)
     call = loss_call(
         function,
         logits.shape,
@@ -270,7 +269,7 @@ def loss_call(
 def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
     """Raise ValueError unless the options of a loss are finite in `dtype`.
 
-    Raise it also if the scale of the logits or a softcap is 0 in `dtype`.
+    Raise it also if the scale of the logits or a softcap is not 0, but is rounded to 0.
 
     Args:
       function: name of the public function.
@@ -278,15 +277,15 @@ def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
       options: a `LossOptions`, or an object with the same attributes.
     """
     checks.finite_in(function, dtype, {"z_loss": options.z_loss})
-    positive: dict[str, float] = {"logits_scale": options.logits_scale}
+    factors: dict[str, float] = {"logits_scale": options.logits_scale}
     caps = {
         "logit_softcap": options.logit_softcap,
         "teacher_logit_softcap": options.teacher_softcap,
     }
     for name, cap in caps.items():
         if cap is not None:
-            positive |= {name: cap, f"logits_scale / {name}": options.logits_scale / cap}
-    checks.finite_in(function, dtype, positive, above_zero=True)
+            factors |= {name: cap, f"logits_scale / {name}": options.logits_scale / cap}
+    checks.finite_in(function, dtype, factors, underflow=False)
 
 
 def softcap(function: str, value: float | None, name: str = "logit_softcap") -> float | None:
@@ -307,7 +306,7 @@ def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
 
     If `weights` is a boolean mask, return `loss` unchanged: its masked entries are already 0.
     """
-    return loss if weights.dtype == bool else loss * weights
+    return loss if weights.dtype == bool else loss * sharding.broadcast_alike(weights, loss)
 
 
 def _masks(
@@ -326,10 +325,12 @@ def _masks(
         mask = checks.boolean(function, "where", where, also)
         return checks.broadcastable(function, "where", mask, shape, "logits'"), None
     if not checks.fits(where.shape, of_labels):
+        logits = [shape] if where.dtype == bool else []
         raise ValueError(
             f"{function}: where has shape {where.shape}; expected one that broadcasts to {of} "
             f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' {shape}, "
-            f"with {len(shape)} axes, for a mask of classes; reshape where, e.g. where[None]"
+            f"with {len(shape)} axes, for a mask of classes"
+            f"{checks.reshaping('where', where.shape, of_labels, *logits)}"
         )
     return None, jnp.broadcast_to(where, of_labels)
 
@@ -368,14 +369,14 @@ def log_prob_and_entropy(
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
       labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
-        ``axis``. If a label is out of range, such as a negative one, both results of its position
-        and the gradient of its logits are NaN.
+        ``axis``. If a label is out of range, such as a negative one, its log-probability is NaN,
+        but the entropy is not affected. The gradient of the position's logits is then NaN, unless
+        the cotangent of the log-probability is 0.
 
         Labels may have an additional last axis of size k. Each position then has k labels, such as
-        a teacher's top k classes. k must be less than V, the number of classes. If one of the k
-        labels is out of range, its log-probability is NaN, but the entropy is not affected. If a
-        position has fewer than k labels, fill up with any class, and multiply the log-probability
-        of this class by 0.
+        a teacher's top k classes. k must be less than V, the number of classes. If a position has
+        fewer than k labels, fill up with any class, and multiply the log-probability of this class
+        by 0.
       axis: the axis or axes of the classes; None for all. With several axes, a label is an index in
         row-major order of the axes as given.
       where: None, or one of three kinds of arrays:
@@ -493,10 +494,10 @@ def kl_divergence(
           position are excluded, its divergence is 0.
       reverse: True for KL(q || p) instead of KL(p || q).
       logits_scale: factor by which both arrays of logits are multiplied, such as 1 / temperature.
-        It may be a number above 0, a scalar array (which may be traced), or an array with a scale
+        It may be a finite number, a scalar array (which may be traced), or an array with a scale
         for each position. The latter has as many axes as the result, and broadcasts to the result's
-        shape. The values of an array are not checked, and have no derivative. The divergence is not
-        multiplied by the temperature squared.
+        shape. The values of an array are not checked, and have no derivative. Kernels run only for
+        numbers above 0. The divergence is not multiplied by the temperature squared.
       logit_softcap, teacher_logit_softcap: Python numbers above 0, the bounds of the student's and
         the teacher's logits. None for no bound. A softcap is applied after ``logits_scale``. If a
         model applies a softcap of c before it divides by a temperature T, use
@@ -533,7 +534,12 @@ def kl_divergence(
     """
     logits = checks.float_array(_KL, "logits", logits)
     teacher = checks.float_array(_KL, "teacher_logits", teacher_logits)
-    checks.same_shape(_KL, "teacher_logits", teacher.shape, logits.shape, of="logits")
+    also = "; slice the logits with more classes, or pad the others with -inf"
+    of_classes = teacher.shape[:-1] == logits.shape[:-1]
+    checks.same_shape(
+        *(_KL, "teacher_logits", teacher.shape, logits.shape, "the shape of logits"),
+        also if of_classes else "",
+    )
     view = RowView.of(logits.shape, checks.axes(_KL, axis, logits.shape, of="logits"))
     dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
     mask = weights = None

@@ -67,12 +67,18 @@ def norm_call(
     op = entry.gated if "branch_scale" in given else entry.op
     dtypes: dict[str, Any] = {f"{name}_dtype": a.dtype for name, a in given.items()}
     of_x_and_y = x.dtype, checks.output_dtype(function, dtype, default)
+    # save="output" recovers the normalised x from y. This is impossible in two cases. First, y may
+    # be the result of an activation. Second, a normalised row of N elements has a fixed magnitude
+    # and, in a LayerNorm, a mean of 0. If N is 1 (2 in a LayerNorm), y does not depend on x, except
+    # through epsilon, and dx is a small difference of large numbers.
+    degenerate = 1 + entry.subtract_mean
+    if activation is not None or (isinstance(view.cols, int) and view.cols <= degenerate):
+        save = "input"
     norm_options = NormOptions(
         epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(function, "scale_offset", scale_offset),
         subtract_mean=entry.subtract_mean,
-        # save="output" recovers x from y. This is impossible if y is the result of an activation.
-        saved=save if activation is None else "input",
+        saved=save,
         activation=activation,
         **dtypes,
         **options,
@@ -182,7 +188,9 @@ def layer_norm(
         With ``"output"``, gradients of ``scale`` are less accurate in columns where ``|bias|`` is
         far above ``|scale|`` (and, in float16, where ``|scale|`` is below 2**-14). In columns with
         a ``scale`` of 0 and a nonzero bias, these gradients are 0, because x cannot be recovered
-        from y. :func:`jaxnorm.check_params` finds such columns.
+        from y. :func:`jaxnorm.check_params` finds such columns. If at most two elements are
+        normalised together (one in functions that compute RMSNorm), y does not determine the
+        gradient of x, and x is saved for any value of ``save``.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
       activation: ``"silu"``, ``"gelu"`` or ``"relu"``: the function of :mod:`jax.nn` with its
@@ -571,6 +579,7 @@ def rms_norm_gated(
       (2, 16, 8, 128)
     """
     x, gate = (checks.float_array(_GATED, n, a) for n, a in (("x", x), ("gate", gate)))
+    checks.features(_GATED, "x", x.shape, "d")
     checks.same_shape(_GATED, "gate", gate.shape, x.shape)
     if scale is not None:
         scale = checks.float_array(_GATED, "scale", scale)

@@ -266,12 +266,12 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
     checks.features(NAME, "x", shape, "d")
     weight = others["weight"]
     checks.weight(NAME, weight, shape)
-    for name, expected, of in (
-        ("scale", shape[-1:], f"element of the last axis of x {shape}"),
-        ("bias", weight[1:], f"column of weight {weight}"),
+    for name, expected, why in (
+        ("scale", shape[-1:], f"a number for each element of the last axis of x {shape}"),
+        ("bias", weight[1:], f"a number for each column of weight {weight}"),
+        ("residual", shape, "the shape of x"),
     ):
-        checks.vector(NAME, name, others.get(name, expected), expected, of)
-    checks.same_shape(NAME, "residual", others.get("residual", shape), shape)
+        checks.same_shape(NAME, name, others.get(name, expected), expected, why)
 
 
 # ----------------------------------------------------------------------------- the composition

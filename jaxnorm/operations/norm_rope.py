@@ -99,7 +99,7 @@ def rms_norm_rope(
       ((2, 16, 8, 64), 'bfloat16')
     """
     x = checks.float_array(_FUNCTION, "x", x)
-    checks.axes(_FUNCTION, -1, x.shape)
+    checks.features(_FUNCTION, "x", x.shape, "d")
     if scale is not None:
         scale = checks.float_array(_FUNCTION, "scale", scale)
         _check_scale(scale.shape, x.shape)
@@ -125,11 +125,8 @@ def rms_norm_rope(
 
 
 def _check_scale(scale: tuple[int, ...], x: tuple[int, ...]) -> None:
-    if scale != x[-1:]:
-        raise ValueError(
-            f"{_FUNCTION}: scale has shape {scale}; expected {x[-1:]}, the last axis of x with "
-            f"shape {x}; all heads share it"
-        )
+    why = f"the last axis of x with shape {x}, which all heads share"
+    checks.same_shape(_FUNCTION, "scale", scale, x[-1:], why)
 
 
 def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """Matmuls, with or without a function before or after them, that save few residuals.
 
-`dot`, `product` and `activated` have their own JVP rules (`jax.custom_jvp`). The rules determine
-which arrays are saved for the backward pass, and the dtype of cotangents::
+`dot`, `product` and `activated` have their own derivatives (`recomputation.with_tangent`). These
+determine which arrays are saved for the backward pass, and the dtype of cotangents::
 
     z = h @ weight          `dot`           saves h and weight, like any matmul
     z = f(x) @ weight       `product`       saves x, weight and the residuals of f; recomputes f(x)
@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.primitives.recomputation import linear
+from jaxnorm.primitives.recomputation import linear, with_tangent
 
 #: Maps the names of activations, which users can pass, to functions of `jax.nn`. The functions are
 #: called with their default arguments.
@@ -73,7 +72,8 @@ def product(
     """
     options = Dot(dtype, precision, weight_sharding, out_sharding)
     h = f(*arrays)
-    return _product((f, options, result), options(h, weight, result), h, weight, *arrays)
+    z = options(h, weight, result)
+    return with_tangent((_product_tangent, f, options, result), z, h, weight, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,85 +101,78 @@ class Dot:
             out_sharding=self.out_sharding,
         )
 
-    def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array:
-        """Return the sum of the terms of a tangent, cast to the dtype `result`.
+    def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array | None:
+        """Return the sum of the terms of a tangent, cast to the dtype `result`, or None if none.
 
         The terms are results of matmuls, and have the dtype of the matmuls' operands. The sum is
         computed in float32 (or float64). When JAX transposes this sum, it casts the cotangent to
         the terms' dtype.
         """
+        if not terms:
+            return None
         wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def dot(options: Dot, result: np.dtype, h: jax.Array, weight: jax.Array) -> jax.Array:
     """Return ``h @ weight`` in the dtype `result`.
 
     The cotangent of the result is rounded to the dtype of the matmul's operands.
     """
-    return options(h, weight, result)
+    z = options(h, weight, result)
+    return with_tangent((_dot_tangent, options, result), z, h, weight)
 
 
-@functools.partial(dot.defjvp, symbolic_zeros=True)
-def _(options: Dot, result: np.dtype, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    (h, weight), (dh, dweight) = primals, tangents
+def _dot_tangent(
+    options: Dot,
+    result: np.dtype,
+    z: jax.Array,
+    arrays: Sequence[jax.Array],
+    tangents: Sequence[Any],
+) -> jax.Array | None:
+    (h, weight), (dh, dweight) = arrays, tangents
     terms = []
-    if nonzero(dh) is not None:
+    if dh is not None:
         terms.append(options(dh, weight, options.dtype))
-    if nonzero(dweight) is not None:
+    if dweight is not None:
         terms.append(options(h, dweight, options.dtype))
-    return dot(options, result, h, weight), options.tangent(terms, result)
+    return options.tangent(terms, result)
 
 
-_Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
+def _product_tangent(
+    f: Callable[..., jax.Array],
+    options: Dot,
+    result: np.dtype,
+    z: jax.Array,
+    arrays: Sequence[jax.Array],
+    tangents: Sequence[Any],
+) -> jax.Array | None:
+    """Return the tangent of `product`: ``dz = dh @ weight + h @ dweight``.
 
+    dh is the tangent of h, which JAX has computed from the tangents of f's arguments. In the second
+    term, h is recomputed from these arguments.
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(
-    static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
-) -> jax.Array:
-    """Return z unchanged, and replace its derivative by one that does not save h.
-
-    The caller computes ``h = f(*arrays)`` and ``z = h @ weight``, because `jax.checkpoint` policies
-    do not see matmuls and names inside this function. The JVP rule below computes the tangent of
-    the result from the tangents of h and weight. It ignores the tangent of the argument z, so JAX
-    does not compute that tangent.
+    `linear` saves only its list of residuals: the original weight for the first term, and f's
+    arguments for the second. So neither h nor a cast or gathered copy of weight is saved.
     """
-    del static, h, weight, arrays
-    return z
-
-
-@functools.partial(_product.defjvp, symbolic_zeros=True)
-def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    """The JVP rule of `_product`: return z and ``dz = dh @ weight + h @ dweight``.
-
-    dh is the tangent of h, which JAX has computed from the tangents of `arrays`. In the second
-    term, h is recomputed from `arrays`.
-
-    `linear` saves only its list of residuals: the original weight for the first term, and `arrays`
-    for the second. So neither h nor a cast or gathered copy of weight is saved.
-    """
-    f, options, result = static
-    (z, _, weight, *arrays), (_, dh, dweight, *_) = primals, tangents
+    (_, weight, *of_f), (dh, dweight, *_) = arrays, tangents
     terms = []
-    if nonzero(dh) is not None:
+    if dh is not None:
         # With a barrier, the backward pass would cast and gather weight again. Without one, XLA may
         # reuse the forward pass's copy, as in plain JAX.
         along_h = linear(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
         terms.append(along_h)
-    if nonzero(dweight) is not None:
+    if dweight is not None:
 
         def times_h(*operands: jax.Array) -> jax.Array:
-            *arrays, dweight = operands
-            return options(f(*arrays), dweight, options.dtype)
+            *of_f, dweight = operands
+            return options(f(*of_f), dweight, options.dtype)
 
         # Without the barrier, XLA could save the forward pass's h and use it here.
-        terms.append(linear(times_h, arrays, dweight, barrier=True))
-    return z, options.tangent(terms, result)
+        terms.append(linear(times_h, of_f, dweight, waiting=len(of_f)))
+    return options.tangent(terms, result)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def activated(
     activation: Callable[[jax.Array], jax.Array], z: jax.Array, kept: jax.Array
 ) -> jax.Array:
@@ -188,17 +181,19 @@ def activated(
     `kept` is z, rounded to the output's dtype. The derivative of the activation is evaluated at
     `kept`.
     """
-    del kept
-    return activation(z)
+    y = activation(z)
+    return with_tangent((_activated_tangent, activation), y, z, kept)
 
 
-@activated.defjvp
-def _(
+def _activated_tangent(
     activation: Callable[[jax.Array], jax.Array],
-    primals: tuple[jax.Array, jax.Array],
-    tangents: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    (z, kept), (dz, _) = primals, tangents
+    y: jax.Array,
+    arrays: Sequence[jax.Array],
+    tangents: Sequence[Any],
+) -> jax.Array | None:
+    (z, kept), (dz, _) = arrays, tangents
+    if dz is None:
+        return None
 
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
@@ -207,12 +202,7 @@ def _(
     # computation of dz. In unrolled layers, a barrier would also change what XLA stores. In an MLP
     # without a gate, XLA would store one array fewer. In a gated MLP, XLA would store one more: the
     # gate, which it recomputes if there is no barrier.
-    return activated(activation, z, kept), linear(tangent, [kept], dz)
-
-
-def nonzero(tangent: Any) -> jax.Array | None:
-    """Return `tangent`, or None if it is a symbolic zero."""
-    return None if isinstance(tangent, SymbolicZero) else tangent
+    return linear(tangent, [kept], dz)
 
 
 # ------------------------------------------------------------------------------- the mesh

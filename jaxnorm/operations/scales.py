@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, linear_call
 
 from jaxnorm.operations import checks
 
@@ -51,13 +51,13 @@ def of_logits(
         `positions`.
     """
     if not is_array(value):
-        return Scale(checks.positive(function, "logits_scale", value))
+        return Scale(checks.number(function, "logits_scale", value))
     array = _checked(function, "logits_scale", value, dtype)
     if array.ndim and not checks.fits(array.shape, positions):
         raise ValueError(
             f"{function}: logits_scale has shape {array.shape}; expected a number, a scalar array, "
             f"or one that broadcasts to {of} shape {positions}, with {len(positions)} axes: one "
-            "scale for each position; reshape logits_scale, e.g. logits_scale[None]"
+            f"scale for each position{checks.reshaping('logits_scale', array.shape, positions)}"
         )
     return Scale(1.0, jnp.broadcast_to(array, positions))
 
@@ -71,7 +71,7 @@ def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype
     if array.ndim:
         raise ValueError(
             f"{function}: scale has shape {array.shape}; expected a number or a scalar array; "
-            "multiply x by an array of scales"
+            "multiply x by it instead, with a shape that broadcasts to x's"
         )
     return jnp.broadcast_to(array, rows)
 
@@ -81,18 +81,16 @@ def _checked(function: str, name: str, value: Any, dtype: np.dtype) -> jax.Array
 
     Differentiating a function with respect to this array raises TypeError.
     """
-    array = jnp.asarray(value)
-    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise TypeError(
-            f"{function}: {name} is a {type(value).__name__}; expected a number or an array of "
-            f"floats, not of {array.dtype.name}; cast it, e.g. {name}.astype(jnp.float32)"
-        )
-    return _constant(function, name, array.astype(dtype))
+    return _constant(function, name, checks.scale_array(function, name, value).astype(dtype))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
-    """Return `scale` unchanged. Differentiating this function raises TypeError."""
+    """Return `scale` unchanged. Differentiating this function raises TypeError.
+
+    There is one exception: with ``jax_remat3``, forward-mode derivatives with respect to the scale
+    are NaN.
+    """
     del function, name
     return scale
 
@@ -100,10 +98,18 @@ def _constant(function: str, name: str, scale: jax.Array) -> jax.Array:
 @functools.partial(_constant.defjvp, symbolic_zeros=True)
 def _(function: str, name: str, primals: Any, tangents: Any) -> Any:
     (scale,), (tangent,) = primals, tangents
-    if not isinstance(tangent, SymbolicZero):
+    if isinstance(tangent, SymbolicZero):
+        return scale, tangent
+
+    def refuse(*_: Any) -> Any:
         x = "x" if name == "scale" else "the logits"
         raise TypeError(
             f"{function}: {name} is differentiated, and has no derivative; expected a constant; "
             f"wrap it in jax.lax.stop_gradient, or multiply {x} yourself"
         )
-    return scale, tangent
+
+    if not jax.config.jax_remat3:
+        refuse()
+    # In forward mode, `jax.checkpoint` passes arrays of zeros for symbolic zeros (jax 0.12.0.1). So
+    # the tangent is 0, or else NaN. The rules of the primitives add it to the tangents of results.
+    return scale, linear_call(lambda _, t: jnp.where(t == 0, 0, jnp.nan * t), refuse, (), tangent)

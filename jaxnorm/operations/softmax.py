@@ -17,14 +17,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks, products, scales
+from jaxnorm.operations import checks, scales
 from jaxnorm.operations.checks import ArrayLike, Axis, DTypeLike
 from jaxnorm.primitives import eager, row_operations
+from jaxnorm.primitives.recomputation import with_tangent
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import Name, SoftmaxOptions
 
@@ -282,7 +282,8 @@ def attention_weights(
         masked_logit=fill,
     )  # fmt: skip
     (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
-    return _with_narrow_derivative(call, precision, y, query, key, mask, bias)
+    # JAX must see y's own derivative, although it is replaced: it names y for `jax.checkpoint`.
+    return with_tangent((_narrow_tangent, call, precision), y, query, key, mask, bias)
 
 
 def logits_of(
@@ -306,43 +307,24 @@ def logits_of(
     return logits.reshape(*logits.shape[:-4], query.shape[-2], *logits.shape[-2:])
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _with_narrow_derivative(
-    call: Call,
-    precision: Any,
-    y: jax.Array,
-    query: jax.Array,
-    key: jax.Array,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-) -> jax.Array:
-    """Return y, the attention weights, unchanged; replace its derivative to reduce memory.
+def _narrow_tangent(
+    call: Call, precision: Any, y: jax.Array, arrays: Sequence[Any], tangents: Sequence[Any]
+) -> jax.Array | None:
+    """Return the tangent of attention weights, computed from those of query, key and bias.
 
-    The caller computes y from the other arguments. It does so outside of this function, because y
-    gets a name for `jax.checkpoint` policies, and policies do not see names inside this function.
-
-    The JVP rule below computes the tangent of the result from the tangents of query, key and bias.
-    It ignores the tangent of the argument y, so JAX does not compute that tangent. The transpose of
-    the rule computes the logits' cotangent in the dtype of the query. With the original derivative,
-    it would be float32.
+    Its transpose computes the logits' cotangent in the dtype of the query. With the derivative of
+    the matmul and the softmax, it would be float32.
     """
-    del call, precision, query, key, mask, bias
-    return y
-
-
-@functools.partial(_with_narrow_derivative.defjvp, symbolic_zeros=True)
-def _(call: Call, precision: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    y, query, key, mask, bias = primals
-    _, dquery, dkey, _, dbias = tangents
+    (query, key, mask, bias), (dquery, dkey, _, dbias) = arrays, tangents
     terms = []
-    if products.nonzero(dquery) is not None:
+    if dquery is not None:
         terms.append(logits_of(precision, dquery, key, query.dtype))
-    if products.nonzero(dkey) is not None:
+    if dkey is not None:
         terms.append(logits_of(precision, query, dkey, query.dtype))
-    along = {} if bias is None else {"logits_bias": products.nonzero(dbias)}
+    along = {} if bias is None else {"logits_bias": dbias}
     if terms:
         along = {"x": functools.reduce(jnp.add, terms), **along}
     narrow = call.replaced(x_dtype=np.dtype(query.dtype))
     residuals = [y] if mask is None else [y, mask]
     (dy,) = row_operations.tangents_of(narrow, residuals, along)
-    return y, SymbolicZero(jax.typeof(y).to_tangent_aval()) if dy is None else dy
+    return dy

@@ -6,16 +6,20 @@ argument is a tracer without a value, as inside the caller's `jax.jit`, the publ
 uncompiled, so that no inner `jax.jit` separates the caller's code from the primitive.
 """
 
+import contextlib
+import contextvars
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+
+from jaxnorm.primitives import mistakes
 
 
 def compiled[**P, T](
@@ -75,13 +79,21 @@ def compiled[**P, T](
                 and given.keys() == parameters.keys()
                 and all(map(_is_given, arrays_of(given)))
                 and not any(map(callable, map(given.get, functions)))
-                and _is_hashable(of_call := statics_of(given))
+                and _is_constant(of_call := statics_of(given))
             ):
                 result: T = fast(_types(of_call), *ordered(given))
                 return result
             return function(*arguments, **options)
 
-        return call
+        @functools.wraps(function)
+        def explained(*arguments: P.args, **options: P.kwargs) -> T:
+            try:
+                return call(*arguments, **options)
+            except (TypeError, ValueError) as error:
+                mistakes.explain(call, arguments, options, error)
+                raise
+
+        return explained
 
     return decorated
 
@@ -117,26 +129,63 @@ def alone(
         return compiled_alone(**static)(*arrays)
 
     def implementation(*arrays: jax.Array, **static: Any) -> Any:
-        checks_nans, checks_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
-        if not (checks_nans or checks_infs):
-            return run(*arrays, **static)
         # JAX's own check is disabled here. When it finds a NaN, jax.jit evaluates the primitive
         # again without compiling it. This would call this function again, without end.
-        with jax.debug_nans(False), jax.debug_infs(False):
-            results = run(*arrays, **static)
-            named = zip(names(**static), results, strict=True)
-            unmarked = [a for name, a in named if name != "log_sum"]
-            for found, checked, test in (
-                ("nan", results if checks_nans else (), jnp.isnan),
-                ("inf", unmarked if checks_infs else (), jnp.isinf),
-            ):
-                if any(test(a).any() for a in checked):
-                    raise FloatingPointError(
-                        f"invalid value ({found}) encountered in {primitive.name}"
-                    )
+        with unchecked():
+            with _disabling((False, False)):  # Primitives inside this one are not checked.
+                results = run(*arrays, **static)
+            check(primitive.name, names(**static), results)
         return results
 
     return implementation
+
+
+# The checks for NaNs and for infinities that `unchecked` has disabled in JAX.
+_disabled: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar(
+    "disabled", default=(False, False)
+)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Disable JAX's own checks for NaNs and infinities in rules and in plain JAX code of jaxnorm.
+
+    These handle the -inf that a loss saves for masked rows, for which JAX would raise an error. The
+    results of primitives are still checked, by `check`.
+    """
+    nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
+    if not (nans or infs):
+        yield
+        return
+    with _disabling((nans, infs)), jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+@contextlib.contextmanager
+def _disabling(checks: tuple[bool, bool]) -> Iterator[None]:
+    token = _disabled.set(checks)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+def check(name: str, names: Sequence[str], results: Sequence[Any]) -> None:
+    """Raise FloatingPointError if a result has a NaN or an infinity that the user wants to find.
+
+    This function is called inside `unchecked`. It ignores results that have no value yet, and the
+    infinities of the statistic ``log_sum``.
+
+    Args:
+      name: name of the primitive.
+      names: names of the results.
+      results: arrays, tracers or symbolic zeros.
+    """
+    for found, is_wanted, test in zip(("nan", "inf"), _disabled.get(), (jnp.isnan, jnp.isinf)):
+        checked = [a for n, a in zip(names, results) if found == "nan" or n != "log_sum"]
+        arrays = [a for a in checked if isinstance(a, jax.Array)]
+        if is_wanted and any(test(a).any() for a in arrays if not isinstance(a, jax.core.Tracer)):
+            raise FloatingPointError(f"invalid value ({found}) encountered in {name}")
 
 
 def _is_array(a: Any) -> bool:
@@ -146,7 +195,7 @@ def _is_array(a: Any) -> bool:
     as a number.
     """
     is_array = isinstance(a, jax.Array) or (isinstance(a, np.ndarray) and a.ndim > 0)
-    return is_array and a.dtype.kind != "b"
+    return is_array and a.dtype != bool
 
 
 def _is_given(a: Any) -> bool:
@@ -178,7 +227,7 @@ def _keeps_value(a: np.ndarray) -> bool:
     A call with any other array is not compiled: the public function converts the array, or raises
     its own error.
     """
-    if not a.dtype.isnative or a.dtype.kind not in "biuf":
+    if not a.dtype.isnative or a.dtype.kind not in "biuf" or a.dtype.itemsize > 8:
         return False
     kept = jax.dtypes.canonicalize_dtype(a.dtype)
     if kept == a.dtype:
@@ -202,9 +251,19 @@ def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 
 
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+# The types of arguments that may be constants of a compiled program. All are immutable.
+_CONSTANTS = (
+    *(type(None), bool, int, float, str, np.number, np.bool_, np.dtype, type),
+    *(jax.sharding.Sharding, jax.sharding.PartitionSpec),
+)
+
+
+def _is_constant(value: Any) -> bool:
+    """Return True if a value, or each element of a tuple, can be a constant of a program.
+
+    An object of any other type might change after the call, such as an ``nnx.Param``: a compiled
+    program would continue to use its first value. A call with such an object is not compiled.
+    """
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)

@@ -1,27 +1,32 @@
-"""Two ways to write differentiable functions that save only their arguments for the backward pass.
+"""Derivatives that save only their arguments for the backward pass, and recompute the rest.
 
 `recomputed(f, ...)` evaluates f. The backward pass recomputes f's intermediates from f's arguments.
 This needs an optimization barrier: otherwise, XLA would save the intermediates of the forward pass
 and use them in the backward pass. `jax.checkpoint` puts all arguments behind a barrier. In a loop
-over layers, this makes XLA copy the layer's slice of each stacked argument.
+over layers, this makes XLA copy the layer's slice of each stacked argument. (`prevent_cse` can
+exempt arguments from the barrier, but such a `jax.checkpoint` fails inside another one whose policy
+saves an argument: jax 0.11.2 to 0.12.0.1.)
 
-`recomputed` avoids these copies, because only a bool is behind the barrier. The bool is always
-true, but a barrier hides its value from XLA. In f's derivative df, the argument x is replaced by
+`recomputed` avoids these copies, because only a bool is behind the barrier. The bool is a constant,
+but a barrier hides its value from XLA. In f's derivative df, the argument x is replaced by
 ``select(bool, x, 0)``, which equals x. Everything that df computes from x therefore depends on the
 bool. The barrier returns the bool only when the cotangent ct is available, so XLA cannot compute
 these arrays earlier::
 
-    y = f(x, ..., *arrays)                                  a `jax.custom_jvp`
+    y = f(x, ..., *arrays)
     dy = df(select(true, x, 0), ..., *arrays)(tangents)     a primitive, linear in tangents
     df(select(barrier(true, ct), x, 0), ...)^T(ct)          its transpose: the same primitive
 
-`linear(f, residuals, tangent)` is for JVP rules. If a rule computes `dy = f(residuals, dx)` in
-plain JAX, JAX saves the residuals of each operation in f, such as a cast copy of a residual.
-`linear` makes f a single primitive, which is linear in dx. JAX then saves only `residuals`, and
-f's intermediates are recomputed from them. The transpose of this primitive is the same primitive
-with another program as its parameter. `jax.checkpoint` around f has the same effect, but under
-``jax_remat3`` it has no transpose (``RematTraced must implement transpose``, jax 0.11.2 to
-0.12.0.1).
+`linear` binds this primitive. Other JVP rules also use it. If a rule computes ``dy = f(residuals,
+dx)`` in plain JAX, JAX saves the residuals of each operation in f, such as a cast copy of a
+residual. With `linear`, JAX saves only `residuals`, and f's intermediates are recomputed from them.
+`jax.checkpoint` around f has the same effect, but under ``jax_remat3`` it has no transpose
+(``RematTraced must implement transpose``, jax 0.11.2 to 0.12.0.1).
+
+`with_tangent` replaces the derivative of an array that has been computed before. All derivative
+rules for functions in plain JAX use it, instead of a `jax.custom_jvp` around the function, for two
+reasons: `jax.checkpoint` policies do not see names and matmuls inside a `jax.custom_jvp`, and
+`checkify` cannot be differentiated if it adds a check there (jax 0.11.2 to 0.12.0.1).
 """
 
 import functools
@@ -37,9 +42,45 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jaxnorm.primitives.rules import jvp, with_wide_types
+from jaxnorm.primitives.rules import jvp, with_wide_types, zero_like
 
 Function = Callable[..., jax.Array]
+
+
+# ------------------------------------------------------------------ a derivative in place of JAX's
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def with_tangent(rule: tuple[Any, ...], y: jax.Array, *arrays: Any) -> jax.Array:
+    """Return y unchanged, and replace its derivative.
+
+    JAX also traces y's own derivative. Nothing uses it, so it is removed from the program. y must
+    have this derivative, because jax 0.11.2 inlines `with_tangent` where it differentiates a scan
+    twice.
+
+    Args:
+      rule: a function and its first arguments, which are static. The function also takes y, the
+        tuple `arrays`, and a tuple of their tangents, in which None stands for a zero. It returns
+        y's tangent, or None for a zero. Its y is the result of `with_tangent`: if it were the
+        argument, JAX would save y twice, for the tangent and for the users of the result.
+      y: an array.
+      arrays: the arrays, or None, from whose tangents the tangent of y is computed.
+    """
+    del rule, arrays
+    return y
+
+
+@functools.partial(with_tangent.defjvp, symbolic_zeros=True)
+def _(rule: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    (y, *arrays), (_, *along) = primals, tangents
+    function, *static = rule
+    along = [None if isinstance(t, SymbolicZero) else t for t in along]
+    result = with_tangent(rule, y, *arrays)
+    dy = function(*static, result, tuple(arrays), tuple(along))
+    return result, SymbolicZero(jax.typeof(y).to_tangent_aval()) if dy is None else dy
+
+
+# ------------------------------------------------------------------------------- functions
 
 
 def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
@@ -51,174 +92,251 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
     intermediates. XLA would then compute expensive intermediates, such as gelu's tanh, in one
     kernel and store them in float32 for another kernel.
 
+    f's effects, such as `jax.debug.print`, happen once: derivatives leave them out. This is not
+    possible for an `io_callback` with a result, for a write to a `Ref`, and for an effect inside of
+    a `jax.jit` in f. JAX differentiates a function with such an effect and saves its intermediates.
+
     Args:
       f: function of arrays. XLA recomputes only intermediates that f computes from the first of
         `rows`. It may save others.
       rows, arrays: arrays of any dtypes.
     """
     traced = jax.make_jaxpr(f)(*rows, *arrays)
+    jaxpr = without_constants(traced)
+    if _has_effects(jaxpr):
+        return f(*rows, *arrays)
+    operands = (*traced.consts, *rows, *arrays)
+    (y,) = jaxpr_as_fun(jaxpr)(*operands)
+    start = len(traced.consts)
+    return with_tangent((_tangent, jaxpr, start, start + len(rows)), y, *operands)
 
-    def closed(*operands: jax.Array) -> jax.Array:
-        of_rows, constants, rest = _split(operands, len(rows), len(rows) + len(traced.consts))
-        (y,) = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*of_rows, *rest)
+
+def _tangent(
+    jaxpr: ClosedJaxpr,
+    start: int,
+    end: int,
+    y: jax.Array,
+    arrays: Sequence[Any],
+    tangents: Sequence[Any],
+) -> jax.Array | None:
+    """Return the tangent of a program's result; `rows` are the arrays from `start` to `end`."""
+    terms = []
+    for of_rows in (True, False):
+        chosen = [t is not None and (start <= i < end) is of_rows for i, t in enumerate(tangents)]
+        if any(chosen):
+            f = functools.partial(_tangent_of_some, jaxpr, chosen, start, of_rows)
+            # The bools of both terms differ: of two equal barriers, XLA would keep only one.
+            residuals = [*arrays, np.bool_(of_rows)]
+            terms.append(linear(f, residuals, *_partition(chosen, tangents)[0], waiting=1))
+    return functools.reduce(jnp.add, terms) if terms else None
+
+
+def _tangent_of_some(
+    jaxpr: ClosedJaxpr, chosen: Sequence[bool], hidden: int, is_true: bool, *operands: jax.Array
+) -> jax.Array:
+    """Return the tangent of a program's result along the tangents of some of its arguments.
+
+    The operands are the arguments, a bool, and the tangents of the `chosen` arguments. The value of
+    the bool is `is_true`, but XLA may not know it. Everything that depends on the argument with the
+    index `hidden` also depends on the bool.
+    """
+    arrays, (value,), tangents = _split(operands, len(chosen), len(chosen) + 1)
+    x = arrays[hidden]
+    cases = [x, jnp.zeros_like(x)] if is_true else [jnp.zeros_like(x), x]
+    # Apply the select outside of the JVP, because it must not be differentiated.
+    arrays = (*arrays[:hidden], lax.select(value, *cases), *arrays[hidden + 1 :])
+    given, rest = _partition(chosen, arrays)
+
+    def of_given(*given: jax.Array) -> jax.Array:
+        (y,) = jaxpr_as_fun(jaxpr)(*_merge(chosen, given, rest))
         return y
 
-    return _recomputed(closed, len(rows), *rows, *traced.consts, *arrays)
+    return jax.jvp(of_given, given, tangents)[1]
 
 
-def _of_program(
-    name: str, lower: Callable[..., Any], jvp: Callable[..., Any], transpose: Callable[..., Any]
-) -> Primitive:
-    """Return a new primitive that evaluates its parameter `jaxpr`.
+# ------------------------------------------------------------------ linear functions of tangents
 
-    `lower`, `jvp` and `transpose` are the rules of the primitive.
+
+def linear(
+    f: Function, residuals: Sequence[Any], *tangents: jax.Array, waiting: int = 0
+) -> jax.Array:
+    """Return ``f(*residuals, *tangents)``; only `residuals` are saved for its transpose.
+
+    f's intermediates are recomputed from them. f's effects, such as `jax.debug.print`, are left
+    out.
+
+    Args:
+      f: a function of arrays, linear in `tangents`.
+      residuals: arrays of any dtypes.
+      tangents: the arrays in which f is linear.
+      waiting: the number of residuals, counted from the last one, that are behind a barrier in the
+        transpose. Whatever the transpose computes from them, it computes after the cotangent is
+        available. For the rest, XLA may reuse arrays that the forward pass has computed, which
+        keeps them in memory.
     """
-    primitive = Primitive(name)
-
-    def batch(
-        axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, jaxpr: ClosedJaxpr, **params: Any
-    ) -> tuple[list[jax.Array], Sequence[int | None]]:
-        if all(dim is None for dim in dims):  # JAX applies this rule then, too.
-            return primitive.bind(*arrays, jaxpr=jaxpr, **params), [None] * len(jaxpr.out_avals)
-        batched = jax.vmap(
-            jaxpr_as_fun(jaxpr),
-            in_axes=tuple(dims),
-            axis_size=axis.size,
-            axis_name=axis.name,
-            spmd_axis_name=axis.spmd_name,
-        )
-        traced = jax.make_jaxpr(batched)(*arrays)
-        return primitive.bind(*arrays, jaxpr=traced, **params), [0] * len(traced.out_avals)
-
-    primitive.multiple_results = True
-    primitive.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
-    primitive.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
-    mlir.register_lowering(primitive, mlir.lower_fun(lower))
-    # JAX calls this rule before it lowers a program that contains high-level primitives, such as
-    # those of ``jax_remat3``.
-    primitive.to_lojax = lower  # type: ignore[method-assign]
-    ad.primitive_jvps[primitive] = with_wide_types(jvp)
-    ad.primitive_transposes[primitive] = with_wide_types(transpose)
-    batching.fancy_primitive_batchers[primitive] = with_wide_types(batch)
-    return primitive
+    (result,) = _bind(f, residuals, tangents, waiting, transposed=False)
+    return result
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any) -> Any:
-    """The JVP rule for second derivatives: differentiate the program in plain JAX.
-
-    This saves more residuals than the primitives' own derivatives.
-    """
-    return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _recomputed(f: Function, rows: int, *arrays: jax.Array) -> jax.Array:
-    return f(*arrays)
-
-
-@functools.partial(_recomputed.defjvp, symbolic_zeros=True)
-def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    along = [not isinstance(t, SymbolicZero) for t in tangents]
-
-    def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
-        arrays, tangents = _split(operands, len(along) - 1)
-        # Apply the select outside `_jvp_along`, because it must not be differentiated.
-        x = lax.select(true, x, jnp.zeros_like(x))
-        return _jvp_along(f, along, (x, *arrays), tangents)[1]
-
-    operands = (np.True_, np.True_, *arrays, *_partition(along, tangents)[0])
-    traced = jax.make_jaxpr(tangent)(*operands)
-    # Drop the equations that are needed for y only.
-    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
-    traced = ClosedJaxpr(jaxpr, traced.consts)
-    groups = tuple(int(i >= rows) for i, is_along in enumerate(along) if is_along)
-    (dy,) = _recomputed_p.bind(*operands, jaxpr=traced, groups=groups, awaits=False)
-    return f(*arrays), dy
-
-
-# ------------------------------------------------------------------------------- the tangent
-
-
-def _lower_recomputed(
-    *operands: Any, jaxpr: ClosedJaxpr, groups: tuple[int, ...], awaits: bool
+def linear_program(
+    program: ClosedJaxpr,
+    residuals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array],
+    *,
+    waiting: int,
 ) -> list[jax.Array]:
-    if awaits:
-        trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # XLA must not compute f's intermediates before the backward pass, because it would have to
-        # store them. So the intermediates depend on two bools (see the module's docstring). The
-        # bools and the cotangents are operands of one barrier, whose results are available only
-        # when all its operands are. The cotangents, and therefore the bools, are available only in
-        # the backward pass.
-        trues, cotangents = lax.optimization_barrier((trues, cotangents))
-        operands = (*trues, *arrays, *cotangents)
-    return jaxpr_as_fun(jaxpr)(*operands)
+    """Return the results of a traced program, as `linear` does for a function.
+
+    The program's arguments are `residuals` and `tangents`. It has no constants.
+    """
+    static = {"count": len(tangents), "waiting": waiting, "transposed": False}
+    results: list[jax.Array] = _linear_p.bind(*residuals, *tangents, jaxpr=program, **static)
+    return results
 
 
-def _transpose_recomputed(
+def _bind(
+    f: Callable[..., Any],
+    residuals: Sequence[Any],
+    along: Sequence[Any],
+    waiting: int,
+    transposed: bool,
+) -> list[jax.Array]:
+    """Trace f, remove what its results do not need, and bind the primitive."""
+    traced = jax.make_jaxpr(f)(*residuals, *along)
+    operands = (*traced.consts, *residuals)
+    jaxpr = _without_effects(without_constants(traced).jaxpr)
+    kept = [False] * len(operands) + [True] * len(along)
+    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
+    of_waiting = used[len(operands) - waiting : len(operands)]
+    results: list[jax.Array] = _linear_p.bind(
+        *itertools.compress(operands, used),
+        *along,
+        jaxpr=ClosedJaxpr(jaxpr, []),
+        count=len(along),
+        waiting=sum(of_waiting),
+        transposed=transposed,
+    )
+    return results
+
+
+def _without_effects(jaxpr: Any) -> Any:
+    """Return a jaxpr without the equations that have effects and no results: prints and the like.
+
+    Equations that write to a `Ref` stay, because others read it. They have the index of the `Ref`
+    in their effect.
+    """
+
+    def is_needed(equation: Any) -> bool:
+        writes = any(hasattr(effect, "input_index") for effect in equation.effects)
+        return bool(equation.outvars) or not equation.effects or writes
+
+    return jaxpr.replace(eqns=[e for e in jaxpr.eqns if is_needed(e)])
+
+
+def _has_effects(program: ClosedJaxpr) -> bool:
+    """Return True if a program has effects that `_without_effects` does not remove.
+
+    JAX also regards the use of an axis of `jax.vmap` or `jax.shard_map` as an effect. Such a use
+    may be repeated, so it does not count.
+    """
+    equations = _without_effects(program.jaxpr).eqns
+    kinds = {type(effect).__name__ for equation in equations for effect in equation.effects}
+    return bool(kinds - {"NamedAxisEffect"})
+
+
+def without_constants(traced: Any) -> ClosedJaxpr:
+    """Return a traced program's jaxpr, in which the constants have become the first arguments."""
+    jaxpr = traced.jaxpr
+    return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
+
+
+def _run(
+    *operands: jax.Array, jaxpr: ClosedJaxpr, count: int, waiting: int, transposed: bool
+) -> list[jax.Array]:
+    if transposed and waiting:
+        # The results of a barrier are available only when all its operands are.
+        start = len(operands) - count - waiting
+        operands = (*operands[:start], *lax.optimization_barrier(operands[start:]))
+    results: list[jax.Array] = jaxpr_as_fun(jaxpr)(*operands)
+    return results
+
+
+def _transpose(
     cotangents: Sequence[Any],
     *operands: Any,
     jaxpr: ClosedJaxpr,
-    groups: tuple[int, ...],
-    awaits: bool,
+    count: int,
+    waiting: int,
+    transposed: bool,
 ) -> list[jax.Array | None]:
-    is_linear = [ad.is_undefined_primal(a) for a in operands]
-    undefined, known = _partition(is_linear, operands)
-    avals = [a.aval for a in undefined]
-    # JAX may transpose with respect to some tangents only; the other tangents are known values.
-    wanted = [group for group, linear in zip(groups, is_linear[-len(groups) :]) if linear]
-    cotangents = [ad.instantiate_zeros(a) for a in cotangents]
+    if all(isinstance(ct, ad.Zero) for ct in cotangents):
+        return [None] * len(operands)
+    residuals, along = _split(operands, len(operands) - count)
+    # JAX may transpose with respect to some tangents only. The other tangents are known values,
+    # which do not matter.
+    wanted = [ad.is_undefined_primal(a) for a in along]
+    undefined, known = _partition(wanted, along)
 
-    def transposed(*operands: jax.Array) -> Sequence[jax.Array]:
-        trues, known, cotangents = _split(operands, 2, -len(jaxpr.out_avals))
+    def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
+        residuals, cotangents = _split(arrays, len(operands) - count)
+        zeros = [ad.instantiate_zeros(zero_like(a)) for a in known]
 
-        def of_group(group: int) -> Sequence[jax.Array]:
-            of_all = (trues[group], trues[group], *known)
+        def of_wanted(*tangents: jax.Array) -> list[jax.Array]:
+            return jaxpr_as_fun(jaxpr)(*residuals, *_merge(wanted, tangents, zeros))
 
-            def of_linear(*linear: jax.Array) -> list[jax.Array]:
-                return jaxpr_as_fun(jaxpr)(*_merge(is_linear, linear, of_all))
+        return jax.linear_transpose(of_wanted, *[a.aval for a in undefined])([*cotangents])
 
-            return jax.linear_transpose(of_linear, *avals)([*cotangents])
-
-        made = {group: of_group(group) for group in {*wanted}}
-        return [made[group][i] for i, group in enumerate(wanted)]
-
-    operands = (*known, *cotangents)
-    traced = jax.make_jaxpr(transposed)(*operands)
-    jaxpr_, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(avals), instantiate=True)
-    results = _recomputed_p.bind(
-        *operands,
-        jaxpr=ClosedJaxpr(jaxpr_, traced.consts),
-        groups=(0,) * len(cotangents),
-        awaits=True,
-    )
-    return _merge(is_linear, results, [None] * len(known))
+    arrays = [ad.instantiate_zeros(ct) for ct in cotangents]
+    results = _bind(transpose, residuals, arrays, waiting, transposed=not transposed)
+    return [*[None] * len(residuals), *_merge(wanted, results, [None] * len(known))]
 
 
-# One primitive for a tangent pass of f and for the transpose of this pass. The parameter `awaits`
-# tells the passes apart:
-#
-#     awaits=False    (true, true, *arrays, *tangents) -> tangent      the tangent pass
-#     awaits=True     (true, true, *arrays, cotangent) -> cotangents   the transpose
-#
-# XLA must not compute f's intermediates before the backward pass. So they depend on the first two
-# operands, which are bools that are always true. In the transpose, a barrier makes the bools wait
-# for the cotangent, and so the intermediates wait for it, too. There are two bools because the
-# gradients of `rows` and of `arrays` use separate intermediates (see `recomputed`). `groups` has a
-# number for each tangent: 0 for a tangent of `rows`, which uses the first bool, and 1 for a tangent
-# of `arrays`, which uses the second bool.
-_recomputed_p = _of_program("jaxnorm.recomputed", _lower_recomputed, _jvp, _transpose_recomputed)
-
-
-def _jvp_along(
-    f: Callable[..., Any], along: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: ClosedJaxpr,
+    count: int,
+    **static: Any,
 ) -> Any:
-    """Return `jax.jvp` of f with respect to some of the primals; the others are constants.
+    of_residuals, along = _split(tangents, len(tangents) - count)
+    if any(not isinstance(t, ad.Zero) for t in of_residuals):
+        # For second derivatives, differentiate the program in plain JAX. This saves more residuals.
+        return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
+    bind = functools.partial(_linear_p.bind, jaxpr=jaxpr, count=count, **static)
+    return bind(*primals), bind(*primals[: len(of_residuals)], *map(ad.instantiate_zeros, along))
 
-    `along` has a bool for each primal: True if f is differentiated with respect to it. `tangents`
-    has the tangents of these primals only.
+
+def _batch(
+    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, jaxpr: ClosedJaxpr, **static: Any
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Batch the program. Results that depend on no batched operand are not batched.
+
+    JAX calls this rule even if no operand is batched.
     """
-    given, rest = _partition(along, primals)
-    return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tuple(tangents))
+    to = [batching.zero_if_mapped] * len(jaxpr.out_avals)
+    batched, has_batch = batching.batch_jaxpr_axes(jaxpr, axis, dims, to)
+    results = _linear_p.bind(*arrays, jaxpr=batched, **static)
+    return results, [0 if is_batched else None for is_batched in has_batch]
+
+
+# A primitive that evaluates the program `jaxpr`, which is linear in its last `count` operands. The
+# transpose of the primitive is the same primitive with another program:
+#
+#     transposed=False    (*residuals, *tangents) -> result
+#     transposed=True     (*residuals, *results' cotangents) -> tangents' cotangents
+#
+# If `transposed` is True, the last `waiting` residuals are behind a barrier (see `linear`).
+_linear_p = Primitive("jaxnorm.linear")
+_linear_p.multiple_results = True
+_linear_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+_linear_p.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
+mlir.register_lowering(_linear_p, mlir.lower_fun(_run))
+# JAX calls this rule before it lowers a program with high-level primitives, as with ``jax_remat3``.
+_linear_p.to_lojax = _run  # type: ignore[method-assign]
+ad.primitive_jvps[_linear_p] = with_wide_types(_jvp)
+ad.primitive_transposes[_linear_p] = with_wide_types(_transpose)
+batching.fancy_primitive_batchers[_linear_p] = with_wide_types(_batch)
 
 
 # ------------------------------------------------------------------------------- sequences
@@ -238,140 +356,3 @@ def _merge(chosen: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -
     """Merge two sequences into one, in the order given by `chosen`: the inverse of `_partition`."""
     sources: dict[bool, Iterator[Any]] = {True: iter(some), False: iter(others)}
     return [next(sources[c]) for c in chosen]
-
-
-# ------------------------------------------------------------------- linear functions of a tangent
-
-
-def linear(
-    f: Callable[..., jax.Array],
-    residuals: Sequence[jax.Array],
-    tangent: jax.Array,
-    *,
-    barrier: bool = False,
-) -> jax.Array:
-    """Return ``f(*residuals, tangent)``; only `residuals` are saved for its transpose.
-
-    Args:
-      f: a function of arrays, linear in the last one.
-      residuals: arrays of any dtypes.
-      tangent: the array in which f is linear.
-      barrier: if True, XLA computes the transpose's intermediates from the residuals, and only
-        after the cotangent is available. If False, XLA may reuse arrays that the forward pass has
-        computed, which keeps them in memory.
-    """
-    traced = jax.make_jaxpr(f)(*residuals, tangent)
-    residuals = (*traced.consts, *residuals)
-    barriers = [barrier] * len(residuals)
-    program = without_constants(traced)
-    (result,) = linear_program(program, residuals, [tangent], barriers=barriers, awaits=barrier)
-    return result
-
-
-def linear_program(
-    jaxpr: ClosedJaxpr,
-    residuals: Sequence[jax.Array],
-    tangents: Sequence[jax.Array],
-    *,
-    barriers: Sequence[bool],
-    awaits: bool = False,
-) -> list[jax.Array]:
-    """Return the results of a program that is linear in its last arguments.
-
-    Only `residuals` are saved for the transpose.
-
-    Args:
-      jaxpr: a program of `residuals` and `tangents`, without constants.
-      residuals: arrays of any dtypes.
-      tangents: the arrays in which the program is linear.
-      barriers: a bool for each residual. If it is True, an optimization barrier separates the
-        residual from the transpose. XLA then cannot use a value of the forward pass in place of one
-        that the transpose computes from the residual.
-      awaits: if True, the barrier includes the cotangents.
-    """
-    results: list[jax.Array] = _linear_p.bind(
-        *residuals,
-        *tangents,
-        jaxpr=jaxpr,
-        barriers=tuple(barriers),
-        awaits=awaits,
-        transposed=False,
-    )
-    return results
-
-
-def without_constants(traced: Any) -> ClosedJaxpr:
-    """Return a traced program's jaxpr, in which the constants have become the first arguments."""
-    jaxpr = traced.jaxpr
-    return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
-
-
-def _run_linear(
-    *operands: jax.Array,
-    jaxpr: ClosedJaxpr,
-    barriers: tuple[bool, ...],
-    awaits: bool,
-    transposed: bool,
-) -> list[jax.Array]:
-    if transposed:
-        chosen = [*barriers, *[awaits] * (len(operands) - len(barriers))]
-        through, rest = _partition(chosen, operands)
-        if through:
-            operands = tuple(_merge(chosen, lax.optimization_barrier(through), rest))
-    results: list[jax.Array] = jaxpr_as_fun(jaxpr)(*operands)
-    return results
-
-
-def _transpose_linear(
-    cotangents: Sequence[Any],
-    *operands: Any,
-    jaxpr: ClosedJaxpr,
-    barriers: tuple[bool, ...],
-    awaits: bool,
-    transposed: bool,
-) -> list[jax.Array | None]:
-    is_linear = [ad.is_undefined_primal(a) for a in operands]
-    undefined, known = _partition(is_linear, operands)
-    given = [not isinstance(ct, ad.Zero) for ct in cotangents]
-    if not any(given):
-        return [None] * len(operands)
-    nonzero, zeros = _partition(given, cotangents)
-    avals = [a.aval for a in undefined]
-
-    def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
-        known, some = _split(arrays, len(arrays) - len(nonzero))
-        cotangents = _merge(given, some, [ad.instantiate_zeros(ct) for ct in zeros])
-
-        def of_linear(*linear: jax.Array) -> list[jax.Array]:
-            return jaxpr_as_fun(jaxpr)(*_merge(is_linear, linear, known))
-
-        return jax.linear_transpose(of_linear, *avals)(cotangents)
-
-    traced = jax.make_jaxpr(transpose)(*known, *nonzero)
-    # A tangent that is not differentiated is a known operand, and has no barrier.
-    every = [*barriers, *[False] * (len(operands) - len(barriers))]
-    known_barriers = tuple(b for b, linear in zip(every, is_linear) if not linear)
-    results = _linear_p.bind(
-        *traced.consts,
-        *known,
-        *nonzero,
-        jaxpr=without_constants(traced),
-        barriers=(False,) * len(traced.consts) + known_barriers,
-        awaits=awaits,
-        transposed=not transposed,
-    )
-    return _merge(is_linear, results, [None] * len(known))
-
-
-def _jvp_linear(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
-    residuals = len(static["barriers"])
-    if not all(isinstance(t, ad.Zero) for t in tangents[:residuals]):
-        return _jvp(primals, tangents, **static)
-    along = map(ad.instantiate_zeros, tangents[residuals:])
-    of = (*primals[:residuals], *along)
-    return _linear_p.bind(*primals, **static), _linear_p.bind(*of, **static)
-
-
-# A primitive that computes (*residuals, *tangents) -> results. If its parameter `transposed` is
-# True, it computes (*residuals, *cotangents of the results) -> cotangents of the tangents.
-_linear_p = _of_program("jaxnorm.linear", _run_linear, _jvp_linear, _transpose_linear)

@@ -36,7 +36,7 @@ from jaxnorm.calls.rows import BROADCAST
 from jaxnorm.meshes import auto_axes, sharding
 from jaxnorm.meshes.sharding import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import remat
-from jaxnorm.primitives.rules import Rules, as_jax_rule, batch_first, nonzero, zero_like
+from jaxnorm.primitives.rules import Kernel, Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Direction
 
@@ -74,7 +74,9 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
         in_rows = whole and not (natural or stays)
         return call.kernel("xla") if in_rows else call.xla
     if whole:
-        return call.kernel(name)
+        spec, requested = call.as_seen_by(name), call.implementation
+        failed = functools.partial(backends.lowering_failed, call.function, requested, name, spec)
+        return Kernel(call.kernel(name), failed)
     if auto_axes.can_partition(axes):
         return partitioned(call)
     if call.implementation is None:
@@ -331,6 +333,8 @@ class _RowRules(Rules[Call]):
         if call.spec.direction == "bwd":
             batched.update(kind for kind in call.kinds_returned if kind in SHARED)
         view = call.view.batched(size, batched)
+        if call.spec.is_norm and "array" not in batched:
+            call = call.replaced(repeated=True)
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
             by_name = dict(zip(call.primals, arrays))
             for name, dim in zip(call.primals, dims):

@@ -9,13 +9,16 @@ respect to the residuals. Plain JAX computes them.
 
 import abc
 import contextlib
+import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -75,6 +78,23 @@ class Pass(Protocol):
         """
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function that runs one pass with a kernel. Lowering it fails if JAX has changed too much.
+
+    Attributes:
+      run: the function.
+      failed: a function that records an error of the lowering, so that `Rules.lowered` returns
+        another function for the pass. If the user requested the kernel, it raises an error.
+    """
+
+    run: Run
+    failed: Callable[[Exception], None]
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        return self.run(*arrays)
+
+
 class Rules[P: Pass](abc.ABC):
     """The JAX rules of a family of calls.
 
@@ -90,6 +110,7 @@ class Rules[P: Pass](abc.ABC):
 
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
+        self.needs: Callable[..., list[list[bool]]] = functools.lru_cache(1024)(self._needs)
 
     # --------------------------------------------------------------------- defined by each family
 
@@ -147,6 +168,51 @@ class Rules[P: Pass](abc.ABC):
     @abc.abstractmethod
     def factors(self, call: P, arrays: Arrays) -> Factors:
         """Return Shardy's sharding rule for the pass: how the arrays' shardings are related."""
+
+    def batched(
+        self, call: P, arrays: Arrays, dims: Sequence[int | None]
+    ) -> tuple[list[jax.Array], list[int | None]]:
+        """Batch a call. A result that depends on no batched operand gets no batch axis.
+
+        An example is the sum h of a norm whose scale is batched. If a call can compute these
+        results alone, it does so once. Otherwise, the batched call computes them with the others,
+        once for each batch element, and all but the first are dropped.
+        """
+        shapes = [
+            (*a.shape[:d], *a.shape[d + 1 :]) if d is not None else a.shape
+            for a, d in zip(arrays, dims)
+        ]
+        needs = self.needs(call, *zip(shapes, [a.dtype for a in arrays]))
+        is_batched = [d is not None for d in dims]
+        free = [not any(map(operator.and_, of_result, is_batched)) for of_result in needs]
+        names = tuple(itertools.compress(call.returns, free))
+        axes = [(jax.typeof(a), d) for a, d in zip(arrays, dims) if d is not None]
+        has_first = all(t.shape[d] != 0 and t.sharding.spec[d] is None for t, d in axes)
+        if not (names and has_first):
+            results, _ = self.batch(call, arrays, dims)
+            return [*results], [0] * len(results)
+        batched, once = call, {}
+        if (alone := call.without_unused(free)).returns == names:
+            firsts = [
+                a if d is None else lax.index_in_dim(a, 0, d, keepdims=False)
+                for a, d in zip(arrays, dims)
+            ]
+            once = dict(zip(names, self.bind(alone, *firsts)))
+            batched = call.without_unused([not is_free for is_free in free])
+        results = () if len(once) == len(free) else self.batch(batched, arrays, dims)[0]
+        by_name = dict(zip(batched.returns, results))
+        by_name |= once or {name: by_name[name][0] for name in names}
+        results = [by_name[name] for name in call.returns]
+        return results, [None if is_free else 0 for is_free in free]
+
+    def _needs(self, call: P, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
+        """Return, for each result of a pass, a bool for each operand: whether it depends on it."""
+        avals = [jax.ShapeDtypeStruct(*of_operand) for of_operand in types]
+        # The call runs on whole arrays here, whatever mesh the caller has set.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            jaxpr = jax.make_jaxpr(functools.partial(self.plain, call))(*avals).jaxpr
+        every = range(len(jaxpr.outvars))
+        return [partial_eval.dce_jaxpr(jaxpr, [i == j for j in every])[1] for i in every]
 
     def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
         """Return the results of a call, given the `outputs` of the pass `with_residuals(call)`."""
@@ -218,6 +284,7 @@ class Rules[P: Pass](abc.ABC):
         with wide_types_for((*primals, *results)):
             plain = functools.partial(self.anywhere, self.differentiated, call)
             _, tangents_out = jvp(plain, primals, tangents)
+        eager.check(f"a derivative of {call.function}", call.returns, tangents_out)
         return results, tangents_out
 
     def tangents_of(
@@ -303,7 +370,15 @@ class Rules[P: Pass](abc.ABC):
                 return function(*arrays)
 
         with wide_types_for((*ctx.avals_in, *ctx.avals_out)):
-            return mlir.lower_fun(named)(ctx, *arrays)
+            lower = functools.partial(mlir.lower_fun(named), ctx, *arrays)
+            if not isinstance(function, Kernel):
+                return lower()
+            try:
+                with private_jax.without_unfinished_functions(ctx):
+                    return lower()
+            except Exception as error:
+                function.failed(error)
+        return self.lower(call, ctx, *arrays)  # without this kernel
 
     # ------------------------------------------------------------------------------ registration
 
@@ -323,12 +398,12 @@ class Rules[P: Pass](abc.ABC):
         # slow Python.
         lower = functools.partial(in_one_chunk, as_jax_calls(self.lower))
         mlir.register_lowering(primitive, lower, inline=False)
-        batching.primitive_batchers[primitive] = as_jax_rule(self.batch)
+        batching.primitive_batchers[primitive] = as_jax_rule(self.batched)
         if direction == "fwd":
-            ad.primitive_jvps[primitive] = as_jax_rule(self.forward_jvp)
+            ad.primitive_jvps[primitive] = as_jax_rule(_of_constants(self.forward_jvp))
             remat.register(primitive, self)
         else:
-            ad.primitive_jvps[primitive] = as_jax_rule(self.linear_jvp)
+            ad.primitive_jvps[primitive] = as_jax_rule(_of_constants(self.linear_jvp))
             ad.primitive_transposes[primitive] = as_jax_rule(self.transpose)
         partial_eval.dce_rules[primitive] = self.drop_unused
         if partitioned:
@@ -354,9 +429,37 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a rule in the same way as `as_jax_calls`.
 
-    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype.
+    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype. JAX's
+    checks for NaNs and infinities are disabled; the results of primitives are still checked.
     """
-    return as_jax_calls(with_wide_types(rule))
+    return as_jax_calls(eager.unchecked()(with_wide_types(rule)))
+
+
+# Names of operands that have no derivative.
+_CONSTANTS = {"teacher_logits", "teacher_x", "teacher_weight", "teacher_bias", "where"}
+
+
+def _of_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a JVP rule so that it ignores the tangents of constants.
+
+    With ``jax_remat3``, they are arrays of zeros in forward mode. The tangent of ``logits_scale``
+    is then 0, or NaN if the user differentiates the scale. It is added to the tangents of all
+    results.
+    """
+
+    def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        named = [*zip(call.takes, tangents, strict=True)]
+        of_scale = nonzero(item for item in named if item[0] == "logits_scale").values()
+        constants = {*_CONSTANTS, "logits_scale"}
+        tangents = [zero_like(a) if n in constants else t for a, (n, t) in zip(primals, named)]
+        results, along = rule(call, primals, tangents)
+        for tangent in of_scale:
+            total = jnp.sum(tangent)
+            along = [zero_like(a) if t is None else t for a, t in zip(results, along)]
+            along = [t + total.astype(t.dtype) for t in map(ad.instantiate_zeros, along)]
+        return results, along
+
+    return run
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:

@@ -370,13 +370,13 @@ class Region:
             recomputing = dict.fromkeys(v for e in again for v in variables(e.invars))
             operands = [v for v in dict.fromkeys([*recomputing, *residuals]) if v in available]
             results = [v for v in made if last_use.get(v, -1) > i]
-            barriers = [self._has_barrier(v in recomputing) for v in operands]
+            waiting = [v for v in operands if self._has_barrier(v in recomputing)]
+            operands = [*(v for v in operands if v not in {*waiting}), *waiting]
             moved = linear_program(
                 program.closed([*again, *linear], [*operands, *moving], results),
                 [values[v] for v in operands],
                 [along[v] for v in moving],
-                barriers=barriers,
-                awaits=any(barriers),
+                waiting=len(waiting),
             )
             along.update(zip(results, moved))
         return arrays[: len(derivative.outputs)], [along[v] for v in derivative.along]

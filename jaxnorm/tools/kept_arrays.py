@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import os
+import sysconfig
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
-# Libraries whose frames are skipped in a traceback, to find the line in the user's code.
+# Libraries that call the primitives of a model. Other packages may contain the model itself.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
 # Primitives that run an inner program once. Their operands are the inner program's arguments.
@@ -144,18 +145,29 @@ class Program:
         """
         jaxpr: Jaxpr = traced.jaxpr
         self.values: list[Value] = []
+        self._results_of_scans: list[Value] = []
         given = [
             Value(v.aval, "argument", is_active=active)
             for v, active in zip(jaxpr.invars, is_active, strict=True)
         ]
         results = self._results(jaxpr, given, 1)
-        for value, v in zip(results[count:], jaxpr.outvars[count:]):
+        self._returned = [
             Value(v.aval, "result", [value])
+            for value, v in zip(results[count:], jaxpr.outvars[count:])
+        ]
         self.outputs = results[:count]
         computed = [v for v in self.outputs if origin(v).made_by not in ("argument", "literal")]
-        self.saved = [v for v in dict.fromkeys(computed) if v.bytes]
+        # XLA stores an array once, even if it is saved for each of several users that vary over
+        # other axes of a mesh.
+        self.saved = [*{_unvaried(v): v for v in reversed(computed) if v.bytes}.values()][::-1]
         self.by_origin = {origin(v): v for v in self.saved}
         self.advised: set[Value] = set()
+
+    @functools.cached_property
+    def live(self) -> Container[Value]:
+        """The arrays from which the program's results are computed; others are only saved."""
+        ends = [*self._returned, *self._results_of_scans]
+        return reached(ends, lambda value: value.operands)
 
     def saved_of(self, values: Iterable[Value]) -> list[Value]:
         """Return the saved arrays among `values` that have no advice yet, each once."""
@@ -216,8 +228,12 @@ class Program:
                     for value, v in zip(inside, equation.outvars)
                 ]
             else:
+                # Each result of a barrier is one of its operands.
+                several = name == "optimization_barrier"
+                made_of = [[v] for v in operands] if several else [operands] * len(equation.outvars)
                 results = [
-                    Value(v.aval, name, operands, line, layers, equation) for v in equation.outvars
+                    Value(v.aval, name, of, line, layers, equation)
+                    for v, of in zip(equation.outvars, made_of)
                 ]
                 self.values += results
             values.update(zip(equation.outvars, results))
@@ -242,12 +258,14 @@ class Program:
             ],
         ]
         results = self._results(body, given, layers, source, line)
-        return [
+        pairs = [*zip(results, equation.outvars)]
+        carried_out = [
             Value(v.aval, "scan", [value, *operands], line, layers, equation)
-            if i < carries
-            else _stacked(value, v.aval, line, layers)
-            for i, (value, v) in enumerate(zip(results, equation.outvars))
+            for value, v in pairs[:carries]
         ]
+        self._results_of_scans += carried_out
+        stacked = [_stacked(value, v.aval, line, layers) for value, v in pairs[carries:]]
+        return [*carried_out, *stacked]
 
 
 def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
@@ -260,6 +278,14 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
     if stacked.local == stacked.shape:
         stacked.local = (*stacked.shape[:axes], *part.local)
     return stacked
+
+
+def _unvaried(value: Value) -> tuple[Value, tuple[int, ...]]:
+    """Return the array that a saved array is a copy of, for other axes of a mesh; and its shape."""
+    shape = value.local
+    while value.made_by in (STACKED, "pvary"):
+        value = value.operands[0]
+    return value, shape
 
 
 def origin(value: Value) -> Value:
@@ -327,23 +353,59 @@ def _body(equation: Any) -> Jaxpr | None:
 
 
 @functools.cache
+def _folder(library: str) -> str:
+    """Return the folder of a package, with a slash at its end; "?" if it is not installed."""
+    spec = importlib.util.find_spec(library)
+    return os.path.join(next(iter(spec.submodule_search_locations or ["?"])) if spec else "?", "")
+
+
+@functools.cache
 def _folders() -> tuple[str, ...]:
-    specs = [importlib.util.find_spec(name) for name in _LIBRARIES]
-    folders = [f for spec in specs if spec for f in spec.submodule_search_locations or ()]
-    return tuple(os.path.join(folder, "") for folder in folders)
+    """Return the folders of installed packages, and of libraries that are installed elsewhere."""
+    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+    return (*(os.path.join(folder, "") for folder in installed), *map(_folder, _LIBRARIES))
+
+
+def _is_installed(file: str) -> bool:
+    """Return True for a file of an installed package, or of Python."""
+    packages = ("site-packages", "dist-packages")
+    return file.startswith((*_folders(), "<")) or not {*file.split(os.sep)}.isdisjoint(packages)
+
+
+def _frames(equation: Any) -> list[Any]:
+    trace = equation.source_info.traceback
+    return trace.frames if trace else []
+
+
+def is_called_by(value: Value, package: str) -> bool:
+    """Return True if a function of a package, called by the user, computes a value."""
+    for frame in _frames(value.equation) if value.equation is not None else ():
+        if frame.file_name.startswith(_folder(package)):
+            return True
+        if not _is_installed(frame.file_name):
+            return False
+    return False
 
 
 def _line(equation: Any) -> str:
     """Return the line of the user's code that creates an equation; "" if it is unknown.
 
-    This is the innermost line of the equation's traceback that is not in a library.
+    This is the innermost line of the equation's traceback that is in no installed package. If all
+    are, it is the innermost line that is not of JAX or another library in `_LIBRARIES`, with the
+    name of its package: ``"keras/numpy.py:182 (matmul)"``.
     """
-    trace = equation.source_info.traceback
-    for frame in trace.frames if trace else ():
-        if not frame.file_name.startswith((*_folders(), "<")):
-            name = os.path.basename(frame.file_name)
-            return f"{name}:{frame.line_num} ({frame.function_name})"
-    return ""
+    package = ""
+    for frame in _frames(equation):
+        folder, name = os.path.split(frame.file_name)
+        line = f"{name}:{frame.line_num} ({frame.function_name})"
+        if not _is_installed(frame.file_name):
+            return line
+        is_other = not frame.file_name.startswith(("<", *map(_folder, _LIBRARIES)))
+        parts = folder.split(os.sep)
+        for packages in ("site-packages", "dist-packages"):
+            if not package and is_other and packages in parts[:-1]:
+                package = f"{parts[parts.index(packages) + 1]}/{line}"
+    return package
 
 
 def _line_of(operands: Sequence[Value]) -> str:
@@ -361,7 +423,7 @@ def _is_library_s(body: Jaxpr) -> bool:
     All calls of such a function share one trace. The source lines recorded in the trace may
     therefore be those of another call.
     """
-    return any(folder in body.debug_info.func_src_info for folder in _folders())
+    return any(folder in body.debug_info.func_src_info for folder in map(_folder, _LIBRARIES))
 
 
 # -------------------------------------------------------------------------- elementwise operations
@@ -403,6 +465,17 @@ def users(value: Value) -> Iterator[Value]:
             yield from users(user)
 
 
+def are_used_only_by(
+    values: Iterable[Value], inside: Container[Value], program: Program, names: tuple[str, ...] = ()
+) -> bool:
+    """Return True if the program's results depend on `values` only through arrays in `inside`.
+
+    Results of the primitives in `names` may depend on them, too.
+    """
+    users = users_outside(values, inside)
+    return all(user not in program.live or user.made_by in names for user in users)
+
+
 def users_outside(values: Iterable[Value], inside: Container[Value]) -> list[Value]:
     """Return the users of `values` that are not in `inside`."""
     return [user for value in values for user in value.users if user not in inside]
@@ -418,6 +491,14 @@ def copied(value: Value, copying: Container[str] = COPYING) -> Iterator[Value]:
     while value.made_by in copying:
         value = origin(value.operands[0])
         yield value
+
+
+def chain(value: Value, start: Value) -> list[Value]:
+    """Return a value, its first operand, the first operand of this operand, ... up to `start`."""
+    found = [value]
+    while found[-1] is not start:
+        found.append(found[-1].operands[0])
+    return found
 
 
 def uncast(value: Value) -> Value:
@@ -483,8 +564,8 @@ def is_zeros(value: Value, like: Value) -> bool:
 
     Some derivatives of JAX save such arrays.
     """
-    is_of_literals = all(v.made_by == "literal" for v in value.operands)
-    return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == like.shape
+    is_broadcast = value.made_by == "broadcast_in_dim" and number(value) is not None
+    return is_broadcast and value.shape == like.shape
 
 
 def is_reduced(value: Value, limit: int) -> bool:

@@ -5,13 +5,14 @@ exponentials over a row, and the selection of an element of that row, by a gathe
 multiplication with a one-hot array.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
 
-from jaxnorm.tools import kept_arrays
+from jaxnorm.tools import kept_arrays, values
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
@@ -31,15 +32,18 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Names of primitives, or beginnings of names. Usually, no advice is given if code outside a loss
-# uses the arrays of the loss. These primitives are the exceptions, because their derivatives save
-# no array of the logits' size. There is one tuple for each of two kinds of advice:
-#
-# * `_REDUCTIONS` is for advice to use a loss that includes the linear layer.
-# * `_OF_LOGITS` is for advice to use a loss that takes logits. It includes argmax, because the
-#   program still computes the logits with such a loss.
-_REDUCTIONS = ("gather", "reduce_", STACKED)
-_OF_LOGITS = (*_REDUCTIONS, "argmax")
+# Primitives of a weighted sum. The weights must not depend on a differentiated argument.
+_PRODUCTS = {"mul", "select_n"}
+_SUMS = {
+    "add", "add_any", "convert_element_type", "neg", "reduce_sum", "reshape", "scan", "squeeze",
+    "sub", STACKED, *NAMING,
+}  # fmt: skip
+
+# Number of elements for which a softcap is evaluated. It is no size of an array in a model.
+_ELEMENTS = 61
+
+# Scales that differ less from 1 differ because numbers in the program are rounded to float32.
+_ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
 #: Primitives that this module recognises, in addition to `memory_advice.COMMON`.
 PRIMITIVES = {
@@ -56,6 +60,8 @@ class Loss:
       logits: the logits, before a softcap is applied and before they are cast.
       inside: the arrays, as large as the logits, that are computed from the logits and used only by
         the loss.
+      used_by: all arrays that the loss computes from the logits, and its result.
+      results: the losses of the rows, or their log-probabilities.
       source: the user's line that computes the loss.
       ours: name of jaxnorm's function that computes the loss; None for a loss in plain JAX.
       options: text of the advice about the softcap; "" if there is none.
@@ -63,6 +69,8 @@ class Loss:
 
     logits: Value
     inside: Sequence[Value]
+    used_by: set[Value]
+    results: Sequence[Value]
     source: str
     ours: str | None
     options: str = ""
@@ -115,13 +123,13 @@ def _of_logits(loss: Loss, program: Program) -> Advice:
 def _found(program: Program) -> Iterator[Loss]:
     done: set[Value] = set()
     for value in map(origin, program.saved):
-        loss = _ours(value) or _plain(value)
+        loss = _ours(value, program) or _plain(value, program)
         if loss is not None and loss.logits not in done:
             done.add(loss.logits)
             yield loss
 
 
-def _ours(value: Value) -> Loss | None:
+def _ours(value: Value, program: Program) -> Loss | None:
     """Find the call of a jaxnorm loss that takes `value` as its logits.
 
     Return that call, or None if there is none.
@@ -131,11 +139,14 @@ def _ours(value: Value) -> Loss | None:
         if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
             logits = kept_arrays.uncast(value)
             inside = [] if logits is value else [value]
-            return _uncapped(Loss(logits, inside, user.source, name))
+            casts = kept_arrays.chain(value, logits)
+            calls = [v for v in kept_arrays.users(value) if v.made_by == user.made_by]
+            used_by = {*casts, *calls} - {logits}
+            return _uncapped(Loss(logits, inside, used_by, calls, user.source, name), program)
     return None
 
 
-def _plain(value: Value) -> Loss | None:
+def _plain(value: Value, program: Program) -> Loss | None:
     """Find a loss that is written in plain JAX; `value` must be the exponentials of its logits.
 
     Return None if `value` does not belong to such a loss.
@@ -146,43 +157,101 @@ def _plain(value: Value) -> Loss | None:
     is_shifted = shifted.made_by == "sub" and shifted.operands[1].is_spread
     logits = kept_arrays.uncast(shifted.operands[0] if is_shifted else shifted)
     inside = _inside(logits)
-    if value not in inside or not is_logarithm(value, inside):
+    found = _until_result(logits, inside, program) if value in inside else None
+    if found is None:
         return None
-    one_hots = _one_hots([logits, *inside])
-    if not one_hots and not any(t.made_by == "gather" for v in [logits, *inside] for t in v.users):
-        return None
-    if not _are_for_the_loss(inside, _OF_LOGITS):
-        return None
-    return _uncapped(Loss(logits, [*inside, *one_hots], value.source, None))
+    inside += _one_hots([logits, *inside])
+    return _uncapped(Loss(logits, inside, *found, value.source, None), program)
 
 
-def _uncapped(loss: Loss) -> Loss:
-    """Extend a loss by the softcap ``cap * tanh(logits / cap)`` of its logits, if there is one.
+def _until_result(
+    logits: Value, inside: Sequence[Value], program: Program
+) -> tuple[set[Value], Sequence[Value]] | None:
+    """Find the array that is the cross-entropy of each row, or its log-probability.
 
-    If there is no softcap, or if code outside the loss uses the softcap's result, the loss is
-    returned unchanged.
+    Return `Loss.used_by` and `Loss.results`, if the program uses the arrays that are computed from
+    the logits for nothing else. Otherwise, return None.
+    """
+    classes = logits.shape[-1]
+    rows = logits.size // max(classes, 1)
+    after = kept_arrays.reached(
+        [logits, *inside],
+        lambda v: [t for t in v.users if t.size in (rows, logits.size) and t in program.live],
+    )
+    draws = values.draws({logits: values.rows_of(logits.shape, [len(logits.shape) - 1])})
+    for result in after:
+        if result.size != rows or not _is_cross_entropy(result, logits, draws):
+            continue
+        before = kept_arrays.reached([result], lambda v: [o for o in v.operands if o in after])
+        made_of = [v for v in before if v is not result and v is not logits]
+        if kept_arrays.are_used_only_by(made_of, before, program, ("argmax",)):
+            return {*before} - {logits}, [result]
+    return None
+
+
+def _is_cross_entropy(result: Value, logits: Value, draws: Sequence[values.Draw]) -> bool:
+    """Return True if `result` is the cross-entropy of each row, or its log-probability."""
+    with contextlib.suppress(values.UnknownError):
+        found = [draw(result).ravel() for draw in draws]
+        drawn = draws[0].drawn.items()
+        for label in [int(a.flat[0]) for v, a in drawn if np.issubdtype(v.dtype, np.integer)]:
+            rows = [draw.arrays[logits].reshape(-1, logits.shape[-1]) for draw in draws]
+            if not 0 <= label < logits.shape[-1]:
+                continue
+            # The logits are small enough for their exponentials.
+            losses = [np.log(np.exp(z).sum(-1)) - z[:, label] for z in rows]
+            for sign in (1, -1):
+                pairs = zip(found, losses)
+                if all(y.size == a.size and values.agree(y, sign * a) for y, a in pairs):
+                    return True
+    return False
+
+
+def _uncapped(loss: Loss, program: Program) -> Loss:
+    """Extend a loss by the operations on its logits that are options of jaxnorm's losses.
+
+    These are the softcap ``cap * tanh(logits / cap)`` and a multiplication by a number. If there is
+    no such operation, or if code outside the loss uses its result, the loss is returned unchanged.
     """
     sliced = [loss.logits] * _is_slice(loss.logits)
-    capped, factors = factors_of(sliced[0].operands[0] if sliced else loss.logits)
-    if capped.made_by != "tanh":
+    changed = sliced[0].operands[0] if sliced else loss.logits
+    logits, factors = factors_of(changed)
+    cap, scale = None, float(np.prod(factors))
+    if logits.made_by == "tanh":
+        logits, inverses = factors_of(kept_arrays.uncast(logits.operands[0]))
+        cap, scale = scale, scale * float(np.prod(inverses))
+    if logits is kept_arrays.uncast(changed):
         return loss
-    logits, inverses = factors_of(kept_arrays.uncast(capped.operands[0]))
-    cap, scale = np.prod(factors), np.prod(factors) * np.prod(inverses)
+    draws = values.draws({logits: (1,) * (len(logits.shape) - 1) + (_ELEMENTS,)}, (1, 10, 100))
+    try:
+        for draw in draws:
+            z = scale * draw.arrays[logits]
+            expected = z if cap is None else cap * np.tanh(z / cap)
+            if draw.drawn or not values.agree(draw(changed), expected):
+                return loss
+    except values.UnknownError:
+        return loss
     region = reached(
         [logits],
         lambda v: [t for t in v.users if t.size == v.size and t.made_by in _OF_CAPS | _STEPS],
     )
-    after = [*loss.inside, *sliced]
-    chain = [v for v in region if v is not logits and v not in after]
-    is_cap = len(factors) == 1 and all(v.made_by in _OF_CAPS for v in chain)
-    names = (*_OF_LOGITS, f"jaxnorm.{loss.ours}") if loss.ours else _OF_LOGITS
-    if not is_cap or not _are_for_the_loss(chain, names, [*region, *after]):
+    before = reached([changed], lambda v: [o for o in v.operands if o in region])
+    used_by = {*loss.used_by, *before, *sliced, loss.logits}
+    made_of = [v for v in used_by if v is not logits and v not in loss.used_by]
+    if not kept_arrays.are_used_only_by(made_of, used_by, program, _names(loss)):
         return loss
-    options = f", with logit_softcap={cap:g}"
-    if abs(scale - 1) > 1e-3:
-        options += f" and logits_scale={scale:g}"
-    inside = [*chain, *sliced, *[v for v in loss.inside if v is not logits]]
-    return dataclasses.replace(loss, logits=logits, inside=inside, options=options)
+    # Arrays that the program's results do not depend on are saved for the softcap's derivative.
+    chain = [v for v in region if v in before or v not in program.live]
+    options = [f"logit_softcap={cap:.7g}"] if cap is not None else []
+    options += [f"logits_scale={scale:.7g}"] if abs(scale - 1) > _ROUNDING else []
+    inside = [v for v in dict.fromkeys((*chain, *sliced, *loss.inside)) if v is not logits]
+    text = f", with {' and '.join(options)}" if options else ""
+    return dataclasses.replace(loss, logits=logits, inside=inside, used_by=used_by, options=text)
+
+
+def _names(loss: Loss) -> tuple[str, ...]:
+    """Return the primitives that may use the logits besides the loss: they save no array."""
+    return ("argmax",) if loss.ours is None else ("argmax", f"jaxnorm.{loss.ours}")
 
 
 def factors_of(value: Value) -> tuple[Value, list[float]]:
@@ -217,36 +286,6 @@ def _inside(logits: Value) -> list[Value]:
     return inside
 
 
-def is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
-    """Return True if exponentials are summed over the last axis and a logarithm follows.
-
-    The logarithm may be taken of the sum, or of the exponentials divided by the sum. `inside` are
-    the arrays that are computed elementwise from the logits.
-    """
-    last = len(exponential.shape) - 1
-    sums = [t for t in kept_arrays.users(exponential) if t.made_by == "reduce_sum"]
-    if not any(tuple(s.equation.params["axes"]) == (last,) for s in sums):
-        return False
-    picked = [t for v in inside for t in v.users if t.made_by == "gather"]
-    if any(v.made_by == "log" for v in inside) or (picked and all(map(_is_logged, picked))):
-        return True
-    names = (*kept_arrays.ELEMENTWISE, *kept_arrays.COPYING, "broadcast_in_dim")
-
-    def made_of_rows(value: Value) -> list[Value]:
-        is_of_row = value.size < exponential.size
-        return [t for t in value.users if is_of_row and t.made_by in names]
-
-    return any(v.made_by == "log" for v in reached(sums, made_of_rows))
-
-
-def _is_logged(value: Value) -> bool:
-    """Return True if all users of an array are logarithms, or copies that only logarithms use."""
-    users = [t for t in value.users if t.made_by != STACKED]
-    names = (*kept_arrays.COPYING, *NAMING)
-    of_it = [t.made_by == "log" or (t.made_by in names and _is_logged(t)) for t in users]
-    return bool(of_it) and all(of_it)
-
-
 def _one_hots(values: Sequence[Value]) -> list[Value]:
     """Return the one-hot arrays with which `values` are multiplied."""
     products = [(v, user) for v in values for user in v.users if user.made_by == "mul"]
@@ -260,23 +299,6 @@ def _is_one_hot(value: Value) -> bool:
     if compared.made_by != "eq":
         return False
     return any(v.made_by == "iota" for v in kept_arrays.ancestors(compared, compared.size))
-
-
-def _is_pick(user: Value) -> bool:
-    return user.made_by == "mul" and any(map(_is_one_hot, map(origin, user.operands)))
-
-
-def _are_for_the_loss(
-    values: Sequence[Value], others: tuple[str, ...], inside: Sequence[Value] = ()
-) -> bool:
-    """Return True if values are used only by the loss and by primitives named in `others`.
-
-    Only the operations that use `values` are checked. An operation belongs to the loss if the
-    operation's result is in `values` or in `inside`. A string in `others` is the name of a
-    primitive, or the beginning of the names of several primitives.
-    """
-    users = kept_arrays.users_outside(values, {*values, *inside})
-    return all(_is_pick(user) or user.made_by.startswith(others) for user in users)
 
 
 # --------------------------------------------------------------------- with the linear layer
@@ -296,8 +318,12 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     matmul = path[-1]
     inside = [*path, *loss.inside]
     function = loss.ours or _FUNCTION
-    others = (f"jaxnorm.{function}", STACKED, *NAMING) if loss.ours else _REDUCTIONS
-    if not _are_for_the_loss(inside, others):
+    # An argmax of the logits would need the logits, too.
+    used_by = {*path, *loss.used_by, loss.logits}
+    before = [v for v in (*path, *used_by) if v.size >= loss.logits.size]
+    if not kept_arrays.are_used_only_by(before, used_by, program, _names(loss)[1:]):
+        return None
+    if function == _FUNCTION and not _are_summed(loss.results, program):
         return None
     members = program.saved_of([*loss.inside, *path])
     if function == _FUNCTION:
@@ -309,11 +335,31 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     sliced = ", and slice the matmul's input" * any(map(_is_slice, inside))
     what = "loss" if function == _FUNCTION else "call"
     saved = "only gradients are saved" if function == _FUNCTION else "only its operands are saved"
+    weight = kept_arrays.rows_and_weight(matmul)[1]  # type: ignore[index]
+    options = loss.options
+    if kept_arrays.uncast(weight).dtype.itemsize > weight.dtype.itemsize:
+        options += f"{' and' if options else ', with'} dtype={weight.dtype.name}"
+    mean = " (it returns the mean: masks and weights go into where=)"
     how = (
         f"replace the {what} {{at}} and the matmul before it with jaxnorm.{_LINEAR[function]}"
-        f"{loss.options}{sliced}: {saved}, and no logits"
+        f"{options}{sliced}{mean * (function == _FUNCTION)}: {saved}, and no logits"
     )
     return Advice(_LINEAR[function], loss.source, how, members, instead, matmul.layers)
+
+
+def _are_summed(losses: Sequence[Value], program: Program) -> bool:
+    """Return True if only sums of losses are used, or sums of losses times constant weights."""
+
+    def users(value: Value) -> list[Value]:
+        return [v for v in value.users if v in program.live] if value.size > 1 else []
+
+    def is_linear(value: Value) -> bool:
+        of_losses = [v.is_active for v in value.operands]
+        if value.made_by == "div":
+            return of_losses == [True, False]
+        return value.made_by in _SUMS or (value.made_by in _PRODUCTS and sum(of_losses) == 1)
+
+    return all(v in losses or is_linear(v) for v in reached(losses, users))
 
 
 def from_matmul(logits: Value) -> list[Value] | None:
@@ -327,7 +373,7 @@ def from_matmul(logits: Value) -> list[Value] | None:
         if _is_slice(value) or value.made_by in kept_arrays.COPYING or value.made_by in NAMING:
             value = origin(value.operands[0])
         elif value.made_by == "add":
-            rest = [v for v in value.operands if not v.is_spread]
+            rest = value.whole_operands
             if len(rest) != 1:
                 return None
             value = origin(rest[0])

@@ -9,14 +9,53 @@ version of JAX renames one of these primitives, these recognisers must be update
 from collections.abc import Callable, Iterator
 
 from jaxnorm.tools import (
-    distillation_advice,
     kept_arrays,
     linear_advice,
     loss_advice,
     norm_advice,
     softmax_advice,
 )
-from jaxnorm.tools.kept_arrays import NAMING, Advice, Program, Value
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value
+
+# Norms of jaxnorm that save their only result, whose dtype is the argument ``dtype``.
+_NORMS = {"jaxnorm.layer_norm", "jaxnorm.rms_norm", "jaxnorm.rms_norm_rope"}
+
+
+def cast_norms(program: Program) -> Iterator[Advice]:
+    """Recognise, in a scan, a norm's result that is saved and is cast to fewer bits by each user.
+
+    On the left is such code, on the right what it saves.
+
+    ::
+
+        y = jaxnorm.rms_norm(wide, scale)                y
+        z = y.astype(jnp.bfloat16) @ weight              each cast copy
+    """
+    for y, saved in program.by_origin.items():
+        if y.made_by not in _NORMS or y.layers == 1:
+            continue
+        casts = [*_direct_users(y)]
+        dtypes = {cast.dtype for cast in casts}
+        narrow = min(dtypes, key=lambda dtype: dtype.itemsize, default=y.dtype)
+        is_cast = all(cast.made_by == "convert_element_type" for cast in casts)
+        if is_cast and len(dtypes) == 1 and narrow.itemsize < y.dtype.itemsize:
+            template = (
+                f"give the call {{at}} dtype={narrow.name}, to which all its users cast: only this "
+                "result is saved, and gradients are computed from it"
+            )
+            instead = saved.bytes * narrow.itemsize // y.dtype.itemsize
+            members = [saved, *program.saved_of(casts)]
+            function = y.made_by.removeprefix("jaxnorm.")
+            yield Advice(function, y.source, template, members, instead, y.layers)
+
+
+def _direct_users(value: Value) -> Iterator[Value]:
+    """Yield the users of a value that do more than name it, copy it or stack it."""
+    for user in value.users:
+        if user.made_by in NAMING:
+            yield from _direct_users(user)
+        elif user.made_by != STACKED:
+            yield user
 
 
 def saved_twice(program: Program) -> Iterator[Advice]:
@@ -53,13 +92,11 @@ COMMON = {*kept_arrays.COPYING, *kept_arrays.ELEMENTWISE, *NAMING, "broadcast_in
 #: Each recogniser is mapped to the primitives that it depends on in addition to `COMMON`.
 RECOGNISERS: dict[Callable[[Program], Iterator[Advice]], set[str]] = {
     linear_advice.linear_layers: {"dot_general", "random_bits"},
-    norm_advice.gated_sums: {"reduce_sum"},
     norm_advice.norms: {"reduce_sum"},
     norm_advice.activations: {"reduce_sum"},
-    norm_advice.rotations: norm_advice.STEPS,
     loss_advice.losses: loss_advice.PRIMITIVES,
-    distillation_advice.divergences: distillation_advice.PRIMITIVES,
     softmax_advice.softmaxes: softmax_advice.PRIMITIVES,
+    cast_norms: set(),
     saved_twice: set(),
 }
 

@@ -38,8 +38,8 @@ class KeptArray:
       bytes: total size of these arrays, in all layers.
       shape, dtype: shape and dtype of one array. If a scan stacks the array of each iteration, this
         is the shape of the stacked array. On a mesh, it is the shape of one device's shard.
-      source: the user's line that computes the array, ``"file.py:12 (function)"``. If a library
-        computes it, this is the line that calls the library.
+      source: the user's line that computes the array, ``"file.py:12 (function)"``. If an installed
+        package computes it, this is the line that calls the package.
       made_by: JAX's name of the operation that computes the array.
       layers: number of layers in one array: the number of iterations of the scans that stack it; 1
         outside of scans.
@@ -70,7 +70,8 @@ class MemoryReport:
         - ``bytes``: total size of the arrays, in all layers;
         - ``shape``, ``dtype``: shape and dtype of one array. If a scan stacks the array of each
           iteration, this is the shape of the stacked array;
-        - ``source``: the user's line that computes the array, ``"file.py:12 (function)"``;
+        - ``source``: the user's line that computes the array, ``"file.py:12 (function)"``. If only
+          lines of installed packages do, the name of the package precedes the file;
         - ``made_by``: JAX's name of the operation that computes the array;
         - ``layers``: number of layers in one array: the number of iterations of the scans that
           stack it; 1 outside of scans;
@@ -217,11 +218,13 @@ def memory_report(
 
     Returns:
       A :class:`MemoryReport`, with ``total`` and ``saves`` in bytes, and ``rows``; ``print`` it for
-      a table. Advice covers linear layers after an activation, norms, softmaxes, masks,
-      cross-entropies, divergences and gated sums, and, in a scan, arrays that are saved twice.
+      a table. Advice covers linear layers after an activation, norms, softmaxes, masks and
+      cross-entropies, and, in a scan, arrays that are saved twice. Code gets advice only if it
+      returns the same numbers as jaxnorm's function for random inputs.
 
     Raises:
-      TypeError: f is not a function, or ``argnums`` is neither an integer nor a sequence of them.
+      TypeError: f is not a function, ``argnums`` is neither an integer nor a sequence of them, or
+        an argument that ``argnums`` names has arrays, but none with floating-point numbers.
       ValueError: ``argnums`` has the index of an argument that does not exist.
 
     If JAX cannot differentiate f, the error is that of ``jax.grad``.
@@ -245,11 +248,22 @@ def memory_report(
             "after it: memory_report(f, *args)"
         )
     places = _places(argnums, len(args))
+    # An argument that is a Python number is data. A number inside an argument is an option.
+    args = tuple(jnp.asarray(a) if i in places and _is_number(a) else a for i, a in enumerate(args))
     with_paths, tree = jax.tree_util.tree_flatten_with_path(args)
     leaves = {i: leaf for i, (_, leaf) in enumerate(with_paths)}
     arguments = [path[0].idx for path, _ in with_paths]
     arrays = {i: a for i, a in leaves.items() if _is_array(a)}
     moving = [i for i, a in arrays.items() if arguments[i] in places and _is_inexact(a)]
+    for place in places:
+        own = [i for i in arrays if arguments[i] == place]
+        if own and not {*own} & {*moving}:
+            dtypes = ", ".join(dict.fromkeys(arrays[i].dtype.name for i in own))
+            raise TypeError(
+                f"memory_report: argument {place} of f has only arrays of {dtypes}; expected "
+                "floating-point arrays to differentiate; pass argnums= of the argument that has "
+                "them or, if f closes over its parameters, make them an argument"
+            )
 
     def residuals(arrays: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         """Return the residuals of f's derivative, and the results of f."""
@@ -260,6 +274,7 @@ def memory_report(
         primals = {i: arrays[i] for i in moving}
         results = jax.vjp(of_moving, primals, has_aux=has_aux)  # type: ignore[call-overload]
         y, backward, *aux = results
+        y = jax.tree.map(jnp.asarray, y)  # f may return a Python number
         # Trace the backward pass as well, because it fails for some functions, such as a while loop
         # of unknown length.
         jax.eval_shape(backward, jax.tree.map(_cotangent, y))
@@ -347,8 +362,11 @@ def _is_array(a: Any) -> bool:
 
     Python numbers among the arguments are options of the model, not data.
     """
-    is_number = isinstance(a, (bool, int, float, complex))
-    return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not is_number
+    return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not _is_number(a)
+
+
+def _is_number(a: Any) -> bool:
+    return isinstance(a, (bool, int, float, complex))
 
 
 def _is_inexact(a: Any) -> bool:

@@ -1,46 +1,40 @@
-"""Advice on norms in plain JAX, alone or with an activation, a rotation or a residual addition.
+"""Advice on norms in plain JAX, alone or with an activation of the result.
 
-jaxnorm has functions that compute a norm together with these operations and save a single array. In
-a residual addition, one addend may be multiplied by a gate. A norm is recognised by its operations
-in the traced program, whatever class or function contains them: x is multiplied by the reciprocal
-root of a mean of squares.
+jaxnorm has functions that compute a norm together with an activation and save a single array. A
+norm is recognised by its operations in the traced program, whatever class or function contains
+them: x is multiplied by the reciprocal root of a mean of squares. `values` then verifies that these
+operations compute a norm.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from jaxnorm.tools import kept_arrays
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin, reached
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.tools import kept_arrays, values
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
 
 # Primitives whose derivative does not need the value of their operand.
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *kept_arrays.COPYING, *NAMING}
 
-# The activations that jaxnorm's norms support. An activation is recognised by three primitives: its
-# only nonlinear primitive, a second primitive that must occur in it, and the primitive that
-# computes its result.
-_ACTIVATIONS = {
-    "silu": ("logistic", "mul", "mul"),
-    "gelu": ("tanh", "integer_pow", "mul"),
-    "relu": ("max", "gt", "max"),
-}
+# The activations that jaxnorm's norms support.
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 # Elementwise primitives that occur neither in norms nor in activations.
 _WAVES = {"cos", "cosh", "sin", "sinh", "tan"}
 
-#: The primitives of a rotation: they split a row into pairs of columns, rotate the pairs, and join
-#: them again.
-STEPS = {
-    "add", "broadcast_in_dim", "concatenate", "convert_element_type", "gather",
-    "mul", "neg", "reshape", "slice", "split", "squeeze", "stack", "sub", *NAMING,
-}  # fmt: skip
-
-_WITH_GATE = (
-    "replace the norm {at} and the gated sum before it with jaxnorm.add_NAME, with gate=: only the "
-    "branch and the norm's result are saved"
-)
+# The largest epsilon of a norm, the default epsilon of jaxnorm's norms, and the largest number of
+# elements for which a norm is evaluated.
+_EPSILON, _DEFAULT, _LARGEST = 0.1, 1e-6, 2**23
 
 
 def norms(program: Program) -> Iterator[Advice]:
-    """Recognise a norm, with or without an activation or a rotation of its result.
+    """Recognise a norm, with or without an activation of its result.
 
     On the left is such code, on the right its replacement.
 
@@ -49,54 +43,12 @@ def norms(program: Program) -> Iterator[Advice]:
         y = x * rsqrt(mean(x ** 2) + epsilon) * scale               jaxnorm.rms_norm: saves y
         y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias   jaxnorm.layer_norm: saves y
         y = silu(norm(x))                                           activation="silu": saves x
-        y = norm(residual + gate * branch)                          jaxnorm.add_..., gate=gate
-        y = concatenate([a * cos - b * sin, b * cos + a * sin])     jaxnorm.rms_norm_rope: saves y
-            where a, b = split(norm(x), 2)
 
     In GroupNorm, x may also be reshaped for the sums.
     """
-    found = (_of_norm(root, region, program) for root, region in _regions(program))
+    verified: dict[Hashable, _Norm | None] = {}  # equal layers are verified once
+    found = (_of_norm(root, region, program, verified) for root, region in _regions(program))
     yield from filter(None, found)
-
-
-def gated_sums(program: Program) -> Iterator[Advice]:
-    """Recognise a norm of jaxnorm whose operand is ``residual + gate * branch``.
-
-    On the left is such code, on the right its replacement.
-
-    ::
-
-        h = residual + gate * branch.astype(float32)    adaLN-zero's gate, or LayerScale's vector
-        y = jaxnorm.layer_norm(h, scale, bias)          jaxnorm.add_layer_norm, gate=gate
-
-    The code on the left saves the result of the cast. The replacement saves `branch` itself, which
-    has fewer bytes. (`norms` recognises a norm in plain JAX after such a sum.)
-    """
-    for norm in program.values:
-        name = norm.made_by.removeprefix("jaxnorm.")
-        if norm.made_by in ("jaxnorm.layer_norm", "jaxnorm.rms_norm"):
-            branch = _gated_branch(kept_arrays.uncast(norm.operands[0]))
-            cast = [] if branch is None else program.saved_of([origin(branch)])
-            if branch is not None and cast and branch.made_by == "convert_element_type":
-                instead = program.extra_bytes(kept_arrays.uncast(branch))
-                how = _WITH_GATE.replace("NAME", name)
-                yield Advice(f"add_{name}", norm.source, how, cast, instead, norm.layers)
-
-
-def _gated_branch(h: Value) -> Value | None:
-    """Return the branch if h is ``residual + gate * branch``, otherwise None.
-
-    The gate must have one number per row or per column.
-    """
-    for operand in h.operands if h.made_by == "add" else ():
-        product = kept_arrays.uncast(operand)
-        if product.made_by == "mul" and product.size == h.size:
-            branches = product.whole_operands
-            is_number = any(v.size == 1 for v in product.operands)
-            is_branch = len(branches) == 1 and not is_number
-            if is_branch and not _is_by_a_root(kept_arrays.uncast(branches[0])):
-                return branches[0]
-    return None
 
 
 def activations(program: Program) -> Iterator[Advice]:
@@ -112,25 +64,6 @@ def activations(program: Program) -> Iterator[Advice]:
     """
     found = (_after_norm(root, region, program) for root, region in _regions(program))
     yield from filter(None, found)
-
-
-def rotations(program: Program) -> Iterator[Advice]:
-    """Recognise a rotation of the result of `jaxnorm.rms_norm`.
-
-    On the left is such code, on the right its replacement.
-
-    ::
-
-        n = jaxnorm.rms_norm(x, scale)    jaxnorm.rms_norm_rope: saves y, not n
-        y = n * cos + partner(n) * sin
-
-    partner(n) swaps the columns of each pair, up to signs. Attention saves y anyway. (`norms`
-    recognises the rotation of a norm in plain JAX.)
-    """
-    for value in program.saved:
-        norm = origin(value)
-        if norm.made_by == "jaxnorm.rms_norm" and _is_saved_rotated(norm, program):
-            yield _rotated(norm.source, [value], norm.layers)
 
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
@@ -164,35 +97,6 @@ def _root(value: Value) -> Value:
         ):
             return value
         value = same[0]
-
-
-def _nonlinear(region: Iterable[Value]) -> list[Value]:
-    return [v for v in region if v.made_by in kept_arrays.NONLINEAR]
-
-
-def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Return the name of the activation that computes `results`, or None.
-
-    `region` are the arrays that are computed elementwise from one array. `results` are the arrays
-    in `region` that are used outside of it. The function returns None in two cases:
-
-    * jaxnorm's norms do not support the activation;
-    * an array other than the activation's result is used outside, such as the norm before the
-      activation.
-    """
-    names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
-    made_by = {v.made_by for v in ends}
-    if made_by == {"mul"} and any(o.size < v.size or o.is_spread for v in ends for o in v.operands):
-        return None  # The result is an activation, multiplied by another array.
-    nonlinear = _nonlinear(region)
-    after = _computed_from(region, lambda v: v in nonlinear)
-    if any(after.intersection(v.operands) for v in nonlinear):
-        return None  # A nonlinear primitive is applied to the result of another one.
-    for name, (only, other, result) in _ACTIVATIONS.items():
-        is_only = {v.made_by for v in nonlinear} == {only}
-        if is_only and other in names and made_by == {result}:
-            return name
-    return None
 
 
 def _computed_from(region: Iterable[Value], is_first: Callable[[Value], bool]) -> set[Value]:
@@ -257,7 +161,12 @@ def _is_by_a_root(value: Value) -> bool:
     return False
 
 
-def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
+def _of_norm(
+    root: Value,
+    region: Sequence[Value],
+    program: Program,
+    verified: dict[Hashable, "_Norm | None"],
+) -> Advice | None:
     inside = {root, *region}
     # A norm divides x by the root of a mean of squares. The norm's results are the quotient, and
     # the values that are computed from the quotient. Values before the division, such as a cast of
@@ -265,11 +174,17 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     normalised = _computed_from(region, _is_by_a_root)
     out = _leaving(root, region)
     results = [v for v in out if v in normalised]
-    if not results:
+    key = values.signature([root, *region])
+    if results and key not in verified:
+        # The norm's x may be the root, or the root plus a linear layer's bias, times a number.
+        xs = [v for v in region if v.made_by in ("add", "mul") and v not in normalised]
+        found = (_verified(x, inside, results, normalised) for x in (root, *xs))
+        verified[key] = next(filter(None, found), None)
+    if (norm := verified.get(key)) is None:
         return None
-    activation = _activation(region, results)
-    if activation is None and _nonlinear(region):
-        return None
+    before = [v for v in normalised if v not in results]
+    if norm.activation and not kept_arrays.are_used_only_by(before, inside, program):
+        return None  # other code needs the norm's result without the activation
     is_free = all(t.made_by in _LINEAR for t in kept_arrays.users_outside([root], inside))
     again = _cast_again(results)
     # By the definition of a region, its operands from outside are made from arrays with one number
@@ -278,48 +193,167 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     factors = {origin(a): None for v in region for a in v.operands if a not in inside}
     freed = [*[v for v in region if v not in out], *again]
     freed += [a for a in factors if a.size == root.size]
-    if activation is None and is_free and root.made_by not in kept_arrays.GIVEN:
+    if norm.activation is None and is_free and root.made_by not in kept_arrays.GIVEN:
         freed.append(root)
     members = program.saved_of(freed)
-    if activation == "relu":
+    if norm.activation == "relu":
         members += program.zeros_like(results[0])[:1]  # JAX saves an array of zeros for relu
     results = [*dict.fromkeys(v for v in map(_narrowest, results) if v not in again)]
     # A norm of jaxnorm saves its result. A norm with an activation saves its input instead. A
     # GroupNorm always saves an additional, reshaped array.
-    its = results if activation is None else [root]
+    its = results if norm.activation is None else [root]
     if any(v.made_by == "reshape" for v in region):
         instead = sum(v.bytes * v.layers for v in its)
     else:
         instead = sum(map(program.extra_bytes, its))
-    if activation is not None:
+    if norm.activation is not None:
         instead += sum(map(program.extra_bytes, results))
-    name = "layer_norm" if _subtracts_mean(root, region, inside) else "rms_norm"
-    line = next((v.source for v in region if v.source), root.source)
     dtypes = {v.dtype for v in results}
-    cast = ""
-    if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
-        cast = f", with dtype={dtypes.pop().name}"
-    first = next(v for v in region if v in normalised)
-    if name == "rms_norm" and _is_saved_rotated(first, program):
-        return _rotated(line, members, root.layers)
-    how = f"replace the norm {{at}} with jaxnorm.{name}{cast}: only its result is saved"
-    branch = _gated_branch(root) if activation is None else None
-    if branch is not None:
-        how = _WITH_GATE.replace("NAME", name)
-        name = f"add_{name}"
-        if branch.made_by == "convert_element_type":
-            cast_branch = program.saved_of([branch])
-            members += cast_branch
-            instead += program.extra_bytes(kept_arrays.uncast(branch)) if cast_branch else 0
-    if activation is not None:
-        name, how = _with_activation(name, activation, cast)
-    return Advice(name, line, how, members, instead, root.layers)
+    dtype = dtypes.pop().name if len(dtypes) == 1 else ""
+    dtype = "" if dtype == _narrowest(root).dtype.name else dtype
+    quotient = next(v for v in region if v in normalised)
+    function, how = norm.words(dtype)
+    return Advice(function, quotient.source, how, members, instead, quotient.layers)
 
 
-def _subtracts_mean(root: Value, region: Sequence[Value], inside: set[Value]) -> bool:
-    centred = [v for v in region if v.made_by == "sub"]
-    subtracted = [a for v in centred for a in v.operands if a not in inside]
-    return any(kept_arrays.is_reduced(a, root.size) for a in subtracted)
+class _Norm(NamedTuple):
+    """A norm of jaxnorm, with the options that make it compute what a program computes."""
+
+    name: str
+    epsilon: float = _DEFAULT
+    axes: tuple[int, ...] = (-1,)
+    activation: str | None = None
+
+    def words(self, dtype: str = "") -> tuple[str, str]:
+        """Return `Advice.function` and `Advice.template`, for a result of the dtype `dtype`."""
+        is_module = self.name == "GroupNorm"
+        activation = f'activation="{self.activation}"' if self.activation else ""
+        options = (
+            activation,
+            "" if self.axes == (-1,) or is_module else f"axis={self.axes}",
+            f"epsilon={self.epsilon:g}" if abs(self.epsilon / _DEFAULT - 1) > 1e-3 else "",
+            f"dtype={dtype}" if dtype else "",
+        )
+        given = " and ".join(filter(None, options))
+        function = f"{self.name}({activation})" if activation else self.name
+        modules = "jaxnorm.nnx or linen" if activation else "jaxnorm.nnx, linen or equinox"
+        ours = f"the GroupNorm of {modules}" if is_module else f"jaxnorm.{self.name}"
+        what = f"the norm {{at}}{f' and the {self.activation} after it' if activation else ''}"
+        saved = "only its input and its result are" if activation else "only its result is"
+        how = f"replace {what} with {ours}{f', with {given}' if given else ''}: {saved} saved"
+        return function, how
+
+
+def _verified(
+    root: Value, inside: Iterable[Value], results: Sequence[Value], normalised: set[Value]
+) -> _Norm | None:
+    """Return the norm of jaxnorm that computes `results` from `root`, or None if there is none.
+
+    `inside` are the arrays that are computed elementwise from the root, and `normalised` are those
+    of them that are computed from the norm's quotient.
+    """
+    sums = [user for v in inside for user in v.users if user.made_by == "reduce_sum"]
+    for shape, axes in {(s.operands[0].shape, tuple(s.equation.params["axes"])) for s in sums}:
+        if len(shape) - 1 not in axes or math.prod(shape) != root.size:
+            continue
+        # The program may reshape x for the sums. Axes that are reshaped or summed over are
+        # evaluated in full.
+        unequal = (i for i, (m, n) in enumerate(zip(root.shape, shape)) if m != n)
+        common = next(unequal, len(root.shape))
+        drawn = values.rows_of(root.shape, {*axes, *range(common, len(root.shape))})
+        of_rows = kept_arrays.reached(
+            [s for s in sums if s.operands[0].shape == shape],
+            lambda v: [user for user in v.users if user.size < root.size],
+        )
+        numbers = {kept_arrays.number(a) or 0 for v in of_rows for a in v.operands}
+        epsilons = [n for n in numbers if 0 < n <= _EPSILON] if math.prod(drawn) <= _LARGEST else []
+        for epsilon, name in itertools.product(epsilons, ("rms_norm", "layer_norm")):
+            # For an x of the size of sqrt(epsilon), it matters where epsilon is added.
+            draws = values.draws({root: drawn}, (1.0, 1.0, epsilon**0.5, 10.0))
+            quotients, divisors = list[np.ndarray](), [*of_rows]
+            for draw in draws:
+                x = draw.arrays[root].reshape(drawn[:common] + shape[common:])
+                divisor, quotient = _normalised(x, axes, epsilon, name == "layer_norm")
+                wide = np.broadcast_to(divisor, x.shape).reshape(drawn)
+                divisors = [v for v in divisors if _is_divisor(v, draw, divisor, wide)]
+                quotients.append(quotient.reshape(drawn))
+                if not divisors:
+                    break
+            if not divisors:
+                continue
+            with contextlib.suppress(values.UnknownError):
+                if _is_affine(results, draws, quotients):
+                    activation = None
+                elif (activation := _activation(results, normalised, draws, quotients)) is None:
+                    continue
+                if shape[-1] != root.shape[-1]:
+                    if name == "rms_norm":
+                        continue
+                    return _Norm("GroupNorm", epsilon, activation=activation)
+                axes = (-1,) if axes == (len(shape) - 1,) else axes
+                return _Norm(name, epsilon, axes, activation)
+    return None
+
+
+def _normalised(
+    x: np.ndarray, axes: tuple[int, ...], epsilon: float, has_mean: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the root by which a norm divides each row, and the quotient."""
+    centred = x - x.mean(axes, keepdims=True) if has_mean else x
+    root = np.sqrt((centred**2).mean(axes, keepdims=True) + epsilon)
+    return root, centred / root
+
+
+def _is_divisor(value: Value, draw: values.Draw, divisor: np.ndarray, wide: np.ndarray) -> bool:
+    """Return True if a value is the root by which a norm divides, or its reciprocal.
+
+    The value may have the shape of `divisor`, without axes of size 1, or broadcast to `wide`.
+    """
+    with contextlib.suppress(values.UnknownError):
+        found = draw(value)
+        expected = divisor.reshape(found.shape) if divisor.size == found.size else wide
+        return found.ndim == expected.ndim and any(
+            values.agree(found, a) for a in (expected, 1 / expected)
+        )
+    return False
+
+
+def _is_affine(
+    results: Iterable[Value], draws: Sequence[values.Draw], quotients: Sequence[np.ndarray]
+) -> bool:
+    """Return True if results are ``scale * quotient + bias``, with the same numbers in all draws.
+
+    The first two draws determine the scale and the bias of each element.
+    """
+    for result in results:
+        if not jnp.issubdtype(result.dtype, jnp.inexact):
+            return False
+        first, second, *others = (
+            draw(result).reshape(q.shape) for draw, q in zip(draws, quotients)
+        )
+        scale = (first - second) / (quotients[0] - quotients[1])
+        bias = first - scale * quotients[0]
+        pairs = zip(others, quotients[2:], strict=True)
+        if not all(values.agree(y, scale * quotient + bias) for y, quotient in pairs):
+            return False
+    return True
+
+
+def _activation(
+    results: Sequence[Value],
+    normalised: Iterable[Value],
+    draws: Sequence[values.Draw],
+    quotients: Sequence[np.ndarray],
+) -> str | None:
+    """Return the name of the activation of a norm's result that computes all of `results`."""
+    dtypes = [v.dtype for v in normalised]
+    for norm in normalised:
+        if _is_affine([norm], draws, quotients):
+            pairs = [(draw(norm), draw(y)) for draw in draws for y in results]
+            name = values.name_of(_ACTIVATIONS, dtypes, pairs)
+            if name is not None:
+                return name
+    return None
 
 
 def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
@@ -327,33 +361,30 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
     while way[-1].made_by in NAMING or way[-1].made_by == "reshape":
         way.append(way[-1].operands[0])
     norm, out = way[-1], _leaving(root, region)
-    if norm.made_by not in ("jaxnorm.layer_norm", "jaxnorm.rms_norm"):
+    if norm.made_by not in ("jaxnorm.layer_norm", "jaxnorm.rms_norm") or not out:
         return None
-    if any(map(_is_by_a_root, region)):
-        return None  # A norm in plain JAX follows; see `_of_norm`.
-    activation = _activation(region, out)
-    if activation is None or norm.equation.params["call"].spec.norm.activation is not None:
-        return None  # There is no activation, or the norm already has one.
-    users = kept_arrays.users_outside(way, {*region, *way})
-    is_free = all(user.made_by == STACKED for user in users)
+    if norm.equation.params["call"].spec.norm.activation is not None:
+        return None  # the norm has an activation already
+    draws = values.draws({root: values.rows_of(root.shape, [len(root.shape) - 1])})
+    try:
+        pairs = [(draw.arrays[root], draw(y)) for draw in draws for y in out]
+    except values.UnknownError:
+        return None
+    activation = values.name_of(_ACTIVATIONS, [root.dtype, *[v.dtype for v in region]], pairs)
+    inside = {*way, *region}
+    before = [v for v in inside if v not in out]
+    if activation is None or not kept_arrays.are_used_only_by(before, inside, program):
+        return None
+    is_free = all(user.made_by == STACKED for user in kept_arrays.users_outside(way, inside))
     if any(program.by_origin.get(v) in program.advised for v in region):
         return None  # the advice found earlier, for a linear layer, frees more memory
     freed = [v for v in region if v not in out] + (way if is_free else [])
     members = program.saved_of(freed)
     members += program.zeros_like(out[0])[: activation == "relu"]
     instead = sum(map(program.extra_bytes, (origin(norm.operands[0]), *out)))
-    name = norm.made_by.removeprefix("jaxnorm.")
-    name, how = _with_activation(name, activation, "")
-    return Advice(name, norm.source, how, members, instead, norm.layers)
-
-
-def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
-    """Return `Advice.function` and `Advice.template` for the option ``activation`` of a norm."""
-    how = (
-        f"replace the norm {{at}} and the {activation} after it with jaxnorm.{name}, with "
-        f'activation="{activation}"{cast}: only its input and its result are saved'
-    )
-    return f'{name}(activation="{activation}")', how
+    name = "GroupNorm" if root is not norm else norm.made_by.removeprefix("jaxnorm.")
+    function, how = _Norm(name, activation=activation).words()
+    return Advice(function, norm.source, how, members, instead, norm.layers)
 
 
 def _narrowest(result: Value) -> Value:
@@ -386,42 +417,3 @@ def _cast_again(results: Sequence[Value]) -> list[Value]:
                 again.append(value)
             seen.add(cast)
     return again
-
-
-# -------------------------------------------------------------------------------- and rotations
-
-
-def _rotated(line: str, members: Sequence[Value], runs: int) -> Advice:
-    """Return advice to use rms_norm_rope, for a norm whose result is rotated.
-
-    `members` are the arrays that are then not saved. The rotated array is saved in any case.
-    """
-    template = (
-        "replace the norm {at} and the rotation after it with jaxnorm.rms_norm_rope: only the "
-        "rotated result is saved"
-    )
-    return Advice("rms_norm_rope", line, template, members, 0, runs)
-
-
-def _is_saved_rotated(result: Value, program: Program) -> bool:
-    """Return True if a norm's result is used only by a rotation, and the rotated array is saved."""
-
-    def steps(value: Value) -> list[Value]:
-        return [t for t in value.users if t.made_by in STEPS and t.size <= result.size]
-
-    def before(value: Value) -> list[Value]:
-        return [v for v in value.operands if v in inside and v is not result]
-
-    inside = reached([result], steps)
-    for value in inside:
-        if value.size != result.size or value.made_by not in ("add", "concatenate", "reshape"):
-            continue
-        way = [*reached([value], before)]  # from the norm's result to `value`
-        names = {v.made_by for v in way}
-        if "mul" in names and names & {"concatenate", "stack"} and names & {"add", "sub"}:
-            casts = [t for t in kept_arrays.users(value) if t.size == value.size]
-            is_saved = any(origin(v) in program.by_origin for v in (value, *casts))
-            users = kept_arrays.users_outside([result, *way[1:]], inside)
-            if is_saved and all(user.made_by == STACKED for user in users):
-                return True
-    return False

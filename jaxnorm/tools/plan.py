@@ -66,7 +66,7 @@ def implementation_for(
         the shape and dtype of x, labels are int32, and a weight is square. cos and sin are then
         float32 tables that rotate all columns: for an x of shape (..., length, heads, d), their
         shape is (length, 1, d / 2). The plan is for a backward pass that computes the gradients of
-        all arrays but cos and sin.
+        all arrays but cos and sin, and but scales of logits, which have no derivative.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; ``print`` it
@@ -105,7 +105,8 @@ def implementation_for(
     arguments = {**_required(call, x, arguments), **arguments}
     arrays = {name: a for name, a in arguments.items() if hasattr(a, "shape")}
     options = {name: a for name, a in arguments.items() if name not in arrays}
-    floats = {name: a for name, a in arrays.items() if is_differentiated(name, a)}
+    scale = "scale" if function in ("softmax", "log_softmax") else "logits_scale"
+    floats = {n: a for n, a in arrays.items() if n != scale and is_differentiated(n, a)}
     constants = {name: a for name, a in arrays.items() if name not in floats}
     if function in _XLA_ONLY or function in OF_LOGITS:
         jax.eval_shape(lambda x, arrays: call(x, **arrays, **options), x, arrays)
@@ -164,6 +165,11 @@ def _of_linear_logits(
         dtype = jnp.promote_types(dtype, jnp.float32)
     names = ("implementation", "logits_scale", "logit_softcap", "teacher_logit_softcap", "reverse")
     options = {name: arguments[name] for name in names if name in arguments}
+    scale, where = options.get("logits_scale"), arguments.get("where")
+    if hasattr(scale, "shape"):  # The scales of all rows. A scalar has the same plan.
+        options["logits_scale"] = jax.ShapeDtypeStruct((), getattr(scale, "dtype", x.dtype))
+    if where is not None and jnp.ndim(where) == len(x.shape):
+        options["where"] = jax.ShapeDtypeStruct((1, weight.shape[-1]), jnp.bool_)  # of classes
     rows = math.prod(x.shape[:-1])
     chunk = min(arguments.get("chunk") or rows, rows)
     plan = implementation_for(

@@ -320,12 +320,17 @@ def check(
     # float32 matmuls must not use TensorFloat-32, which is the default on a GPU.
     with jax.default_matmul_precision("highest"):
         operands, given, along = operands_of(case, dtype)
-        implementations = _implementations(both.trace(operands).jaxpr)
+        program = both.trace(operands).jaxpr
+        choices = _choices(program)
+        implementations = tuple(choice.name for choice in choices)
         try:
             results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
         except Exception as error:  # report a kernel that does not compile or start
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
+    for before, now in zip(choices, _choices(program), strict=True):
+        if before.name != now.name:  # the kernel could not be lowered
+            return Outcome(case, dtype, implementations, failure=now.reason.partition("\n")[0])
     expected, expected_gradients = case.reference(
         {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
         [Bounded.exact(d) for d in along.values()],
@@ -337,13 +342,10 @@ def check(
     return Outcome(case, dtype, implementations, value, gradient)
 
 
-def _implementations(program: Any) -> tuple[str, ...]:
-    """Return the names of the implementations that run the calls of a jaxpr on this platform.
-
-    There is one name for each call, in the order of the calls.
-    """
+def _choices(program: Any) -> list[backends.Choice]:
+    """Return which implementation runs each call of a jaxpr on this platform, in their order."""
     here = backends.local_platform()
-    return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
+    return [backends.choose(call.as_seen_by, here) for call in calls_in(program)]
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:

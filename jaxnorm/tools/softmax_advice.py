@@ -1,9 +1,20 @@
 """Advice on softmaxes: jaxnorm's softmax saves its result, but no exponentials and no masks."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
-from jaxnorm.tools import kept_arrays
+import numpy as np
+
+from jaxnorm.tools import kept_arrays, values
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Advice, Program, Value, origin
+
+# Numbers up to this one mask a logit. The smallest float16 number is -65504.
+_MASKED = -1e4
+
+# The largest number of elements of a mask that is compared with a causal mask.
+_LARGEST = 2**24
+
+_WHERE = "where= (weights of a row without any True are then 0)"
 
 #: Primitives that this module recognises, in addition to `memory_advice.COMMON`.
 PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
@@ -38,28 +49,64 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
     path = None if quotient is None else _to_saved(quotient, program)
     if quotient is None or path is None:
         return None
-    options = []
+    logits = _logits(exponential)
+    mask, option = _mask(logits, program)
+    axis = _softmax_axis(quotient, logits)
+    if axis is None:
+        return None
+    is_last = axis == len(quotient.shape) - 1
+    options = [] if is_last else [f"axis={axis}"]
     if path[-1].dtype != quotient.dtype:
         options.append(f"dtype={path[-1].dtype.name}")
-    mask, option = _mask(exponential.operands[0], program)
-    if path[-1].shape[-2:] != quotient.shape[-2:] or any(v.made_by == "transpose" for v in path):
+    moves = [*dict.fromkeys(v.made_by for v in path if v.made_by in ("reshape", "transpose"))]
+    if moves and not is_last:
+        return None
+    if path[-1].shape[-2:] != quotient.shape[-2:] or "transpose" in moves:
         # For reshaped or transposed logits, causal=True would apply to other axes.
-        option = option and "where="
-    options += [option] * bool(option)
-    members = program.saved_of([exponential, *mask])
+        option = option and _WHERE
+    options += [option] * bool(option and is_last)
+    members = program.saved_of([exponential, *(mask if is_last else ())])
     how = "replace the softmax {at} with jaxnorm.softmax"
     how += f", with {' and '.join(options)}" if options else ""
-    moves = [v.made_by for v in path if v.made_by in ("reshape", "transpose")]
     if moves:
-        moves = [*dict.fromkeys(moves)]
         how += f", and {' and '.join(moves)} its logits in place of its result"
+    if kept_arrays.is_called_by(exponential, "flax"):
+        how += " (in Flax's attention: attention_fn=jaxnorm.nnx.dot_product_attention, or linen's)"
     how += ": only its result is saved"
     return Advice("softmax", exponential.source, how, members, 0, exponential.layers)
 
 
+def _logits(exponential: Value) -> Value:
+    """Return the logits of a softmax, from which the row's maximum may be subtracted."""
+    shifted = kept_arrays.uncast(exponential.operands[0])
+    return kept_arrays.uncast(shifted.operands[0]) if shifted.made_by == "sub" else shifted
+
+
+def _softmax_axis(quotient: Value, logits: Value) -> int | None:
+    """Return the axis if `quotient` is the softmax of `logits` over an axis, otherwise None."""
+    for axis in range(len(logits.shape))[::-1]:
+        # The maximum of a row may be computed before the logits are transposed.
+        source, of_source = logits, axis
+        while source.made_by in ("transpose", "convert_element_type", *NAMING):
+            if source.made_by == "transpose":
+                of_source = source.equation.params["permutation"][of_source]
+            source = source.operands[0]
+        shape = values.rows_of(source.shape, [of_source])
+        draws = values.draws({source: shape}, (1.0, 10.0, 1.0))
+        with contextlib.suppress(values.UnknownError):
+            if all(values.agree(draw(quotient), _softmax(draw(logits), axis)) for draw in draws):
+                return axis
+    return None
+
+
+def _softmax(logits: np.ndarray, axis: int) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(axis, keepdims=True))
+    return exponentials / exponentials.sum(axis, keepdims=True)
+
+
 def _of_ours(result: Value, program: Program) -> Advice | None:
     """Return advice to pass a mask to one of jaxnorm's softmaxes, instead of masked logits."""
-    mask, option = _mask(result.operands[0], program)
+    mask, option = _mask(kept_arrays.uncast(result.operands[0]), program)
     if not mask:
         return None
     how = f"call the softmax {{at}} with {option} in place of masked logits: no mask is saved"
@@ -102,19 +149,16 @@ def _to_saved(result: Value, program: Program) -> list[Value] | None:
     return path
 
 
-def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
-    """Return the arrays that are saved only for a mask, and the option that replaces the mask.
+def _mask(select: Value, program: Program) -> tuple[Sequence[Value], str]:
+    """Return the arrays that are saved only for a mask of logits, and the option in its place.
 
     The option is "where=" or "causal=True", or "" if the logits are not masked.
     """
-    value = origin(logits)
-    if value.made_by == "sub":  # The softmax subtracts the maximum of the row.
-        value = origin(value.operands[0])
-    select = kept_arrays.uncast(value)
     if select.made_by != "select_n" or len(select.operands) != 3:
         return [], ""
     predicate, *cases = map(origin, select.operands)
-    fills = [v for v in cases if v.is_spread or kept_arrays.number(v) is not None]
+    numbers = [kept_arrays.number(v) for v in cases]
+    fills = [i for i, n in enumerate(numbers) if n is not None and n <= _MASKED]
     if len(fills) != 1:
         return [], ""
     saved = program.saved_of([predicate])
@@ -122,7 +166,7 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
     if not saved or not is_for_it:
         return [], ""
     zeros = [v for v in program.zeros_like(select) if origin(v).source == select.source]
-    option = "causal=True" if _is_causal(predicate, fills[0] is cases[1]) else "where="
+    option = "causal=True" if _is_causal(predicate, fills == [1]) else _WHERE
     return [*saved, *zeros[:1]], option
 
 
@@ -131,21 +175,12 @@ def _is_causal(mask: Value, is_inverted: bool) -> bool:
 
     `is_inverted` is True if the mask is True where logits are masked.
     """
-    shape = mask.shape[-2:]
-    while mask.made_by in ("broadcast_in_dim", "select_n", "not", "reshape"):
-        if mask.made_by == "select_n":
-            numbers = [kept_arrays.number(v) for v in mask.operands[1:]]
-            if {*numbers} != {0, 1}:
-                return False
-            is_inverted ^= numbers[0] == 1
-        is_inverted ^= mask.made_by == "not"
-        mask = origin(mask.operands[0])
-        if mask.shape[-2:] != shape:  # The mask's rows and columns are not its last two axes.
-            return False
-    if mask.made_by != "ge" or is_inverted:
+    *_, rows, columns = (1, *mask.shape)
+    if rows * columns > _LARGEST:
         return False
-    rows, columns = map(origin, mask.operands)
-    while rows.made_by == "add" and kept_arrays.number(rows.operands[1]) == 0:
-        rows = origin(rows.operands[0])
-    axes = [v.equation.params["dimension"] for v in (rows, columns) if v.made_by == "iota"]
-    return axes == [len(mask.shape) - 2, len(mask.shape) - 1]
+    draw = values.Draw({})
+    with contextlib.suppress(values.UnknownError):
+        found = draw(mask) ^ is_inverted
+        is_one = not draw.drawn and found.size == rows * columns
+        return is_one and np.array_equal(found.reshape(rows, columns), np.tri(rows, columns))
+    return False

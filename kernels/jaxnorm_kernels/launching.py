@@ -22,9 +22,14 @@ written in place.
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax import lax
+
+#: The versions of JAX with which the kernels were tested. They use JAX's private API, which any
+#: release may change.
+TESTED = ("0.11.2", "0.12.0.1")
 
 #: The address of every operand and result of a kernel is a multiple of this many bytes.
 ALIGNMENT = 256
@@ -33,6 +38,27 @@ ALIGNMENT = 256
 #: A function that puts an operand or a result of a kernel into a separate buffer; see the module
 #: docstring.
 own_buffer = lax.optimization_barrier
+
+
+def overwritable(operand: jax.Array) -> Any:
+    """Return a ref of an operand that a kernel overwrites. `overwritten` reads it afterwards.
+
+    XLA must give such a kernel a single buffer that contains the operand and receives the result.
+    It does so only if the operand is an entire array. If the operand were a slice, the kernel would
+    get an address for the result, to which nobody has copied the operand. The operand may be a
+    slice in the compiled program even if it is an entire array in JAX's program: XLA merges matmuls
+    that have a common operand, and slices their results from the result of the merged matmul.
+    """
+    return jax.new_ref(own_buffer(operand))
+
+
+def overwritten(ref: Any) -> jax.Array:
+    """Return the contents of a ref made by `overwritable`, after the kernel.
+
+    The result, too, has a separate buffer. Otherwise, XLA could let the kernel write it into a part
+    of another array, to which nobody has copied the operand.
+    """
+    return own_buffer(jax.freeze(ref))
 
 
 @contextlib.contextmanager

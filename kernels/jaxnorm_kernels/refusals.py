@@ -32,8 +32,12 @@ NO_KERNEL: Table = (
         lambda s: s.plain,
     ),
     (
-        "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
-        lambda s: s.logits.has_scale,
+        "its softmax kernels take a scale that is a number; an array as scale is plain JAX's",
+        lambda s: s.logits.has_scale and s.is_softmax,
+    ),
+    (
+        "its loss kernels take a scale of logits above 0; others are plain JAX's",
+        lambda s: s.is_loss and s.logits.logits_scale <= 0,
     ),
     (
         "parameters of groups of rows that are not consecutive, or that are broadcast along "
@@ -86,6 +90,11 @@ BETTER_FUSED: Table = (
     (
         "its kernels would need a transpose of an axis that is not the last, in and out",
         lambda s: s.moved_axis,
+    ),
+    (
+        "rows that are normalised with several scales are read once by XLA's code; a kernel would "
+        "need a copy of them for each scale",
+        lambda s: s.norm.repeated and s.direction == "fwd",
     ),
     (
         "a kernel costs the host more than XLA's own; so small a norm with no backward to come "

@@ -28,8 +28,8 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: * A norm has ``(rstd,)`` or ``(rstd, mean)``. A call with two norms has one rstd for each norm.
 #: * A loss has ``(m, log_s)``. m is the maximum of the row's unmasked logits x, log_s is
 #:   log(sum(exp(x - m))), and m + log_s is the log-sum-exp. log_s is -inf if the row has no
-#:   unmasked logits, or if its position is masked. It is NaN if the label is not a column of the
-#:   row.
+#:   unmasked logits, or if its position is masked. In a cross-entropy, it is NaN if the label is
+#:   not a column of the row.
 #: * A divergence has m and log_s of the student's logits, then m and log_s of the teacher's logits.
 Stats = tuple[jax.Array, ...]
 
@@ -120,6 +120,7 @@ class NormOptions:
         vary along `inner` instead of `cols`. They have the shape ``(n, inner)`` if the outer
         indices are divided into n groups of consecutive indices with separate parameters.
         Otherwise, they have the shape ``(inner,)``.
+      repeated: True if all groups of rows are copies of the same rows, with different parameters.
     """
 
     scale_dtype: np.dtype | None = None
@@ -144,6 +145,7 @@ class NormOptions:
     branch_scale_groups: int = 1
     scattered: bool = False
     inner_params: bool = False
+    repeated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,16 +412,6 @@ class Spec:
         return np.dtype(np.float64 if is_wide else np.float32)
 
     @functools.cached_property
-    def logit_factor(self) -> float:
-        """The number by which a loss finally multiplies its logits.
-
-        It is the cap in cap * tanh(...) if there is a cap, otherwise `logits_scale`.
-        """
-        return (
-            self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
-        )
-
-    @functools.cached_property
     def drops_masked(self) -> bool:
         """True if masked entries are excluded, False if a finite logit replaces them."""
         return self.softmax.masked_logit == -math.inf
@@ -562,6 +554,11 @@ class Spec:
         """Names of the row statistics that the derivative takes."""
         names = self.operation.statistics
         return names if self.returns_mean else tuple(name for name in names if name != "mean")
+
+    @functools.cached_property
+    def scale_may_overflow(self) -> bool:
+        """True if the product of a finite logit and the scale of a softmax may be infinite."""
+        return self.logits.has_scale or abs(self.logits.logits_scale) > 1
 
     @functools.cached_property
     def plain(self) -> bool:

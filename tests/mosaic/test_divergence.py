@@ -12,7 +12,14 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from programs import kernels_in
 from reference import assert_within, exact, of_roundings, rounding
 from specs import BF16, F16, F32, changed
-from test_kl_divergence import Divergence, check_special_rows, operands, special_rows
+from test_kl_divergence import (
+    Divergence,
+    check_nearly_impossible,
+    check_special_rows,
+    masked_rows,
+    operands,
+    special_rows,
+)
 from test_losses_mosaic import LossForwardSchedule, check_linear_in_one_kernel
 
 import jaxnorm
@@ -53,10 +60,11 @@ def forward_and_backward(module, specs, schedule=None):
     forward, backward = specs
     scheduled = {} if schedule is None else {"schedule": schedule}
 
-    def both(x, teacher, d, positions=None):
-        given = Operands(x, teacher_logits=teacher, positions=positions)
+    def both(x, teacher, d, positions=None, **others):
+        given = Operands(x, teacher_logits=teacher, positions=positions, **others)
         results = module.forward(given, forward, **scheduled)
-        residuals = Residuals(x, stats=results.stats, teacher_logits=teacher, y=results.y)
+        saved = {"teacher_logits": teacher, "logits_scale": given.logits_scale}
+        residuals = Residuals(x, stats=results.stats, y=results.y, **saved)
         return results.y, module.backward(residuals, Results(d), backward).x
 
     return jax.jit(both)
@@ -76,8 +84,8 @@ def in_one_kernel(module, specs, schedule=None, dtype=None):
     """
     spec = both_spec(specs[0], dtype or specs[0].x_dtype)
 
-    def both(x, teacher, d, positions=None):
-        given = Operands(x, teacher_logits=teacher, positions=positions)
+    def both(x, teacher, d, positions=None, **others):
+        given = Operands(x, teacher_logits=teacher, positions=positions, **others)
         results, gradients = module.both(given, Results(d), spec, schedule=schedule)
         return results.y, gradients.x
 
@@ -93,22 +101,26 @@ def run(
     d=None,
     padding=0,
     program=forward_and_backward,
+    scales=None,
     **options,
 ):
     """Run both passes in the interpreter. Return the divergences and the gradient.
 
-    ``program(module, specs, schedule)`` returns the function that runs both passes.
+    `scales` has a scale for each row, or is None. ``program(module, specs, schedule)`` returns the
+    function that runs both passes.
     """
     specs = specs_of(
         *(len(x), x.shape[1] - padding, x.dtype, teacher.dtype),
         has_positions=positions is not None,
+        has_scale=scales is not None,
         padding=padding,
         **options,
     )
     arrays = [x, teacher, jnp.linspace(-1, 2, len(x), dtype=F32) if d is None else d]
     with mosaic.interpreted():
         function = program(module, tuple(specs), schedule)
-        return function(*arrays, *([] if positions is None else [positions]))
+        others = {"positions": positions, "logits_scale": scales}
+        return function(*arrays, **{k: v for k, v in others.items() if v is not None})
 
 
 # A thread processes a row in steps of 16 bytes. The widths cover four cases: all steps are full;
@@ -177,6 +189,21 @@ def test_equal_logits(cols, dtype, program, options, reverse):
 def test_rows_of_all_kinds(reverse):
     y, dx = run(mosaic, *special_rows(200), reverse=reverse)
     check_special_rows(y, dx, reverse=reverse)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("program", [forward_and_backward, in_one_kernel])
+def test_masks_whose_multiples_overflow(program, dtype, reverse):
+    x, teacher, of = masked_rows(1000, dtype, reverse=reverse)
+    options = {"d": jnp.ones(4), "program": program, "reverse": reverse, "logits_scale": 2.0}
+    y, dx = run(mosaic, x, teacher, **options)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx, *of.gradient(jnp.ones(4)))
+
+
+def test_nearly_impossible_classes():
+    check_nearly_impossible(lambda x, teacher: run(mosaic, x, teacher)[0], 1000)
 
 
 @DIRECTIONS
@@ -264,6 +291,35 @@ def test_one_kernel(cols, padding, dtype, of_dx, schedule, options, reverse):
     of = Divergence(x, teacher, of_dx, reverse=reverse, **options)
     assert_within(y, of.value, of.bound)
     assert_within(dx[:, :cols], *of.gradient(d))
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("program", [forward_and_backward, in_one_kernel])
+@pytest.mark.parametrize(
+    ("cols", "dtype", "caps"),
+    [
+        (1032, "bfloat16", {}),
+        (301, "float32", {}),
+        (516, "bfloat16", {"logit_softcap": 8.0, "teacher_softcap": 8.0}),
+        (260, "float32", {"logit_softcap": 8.0, "teacher_softcap": 30.0}),
+    ],
+    ids=str,
+)
+def test_a_scale_for_each_row(cols, dtype, caps, program, reverse):
+    """Each row may have its own scale, which may be negative, and NaN in masked rows."""
+    if program is in_one_kernel and cols == 301:
+        cols = 304  # This kernel takes rows in multiples of 16 bytes.
+    x, teacher = operands((4, cols), dtype)
+    scales, d = jnp.array([0.7, -1.5, jnp.nan, 3.0]), jnp.array([-1.0, 0.5, 1.0, 2.0])
+    positions = jnp.arange(4) != 2
+    given = {"program": program, "reverse": reverse, "scales": scales, **caps}
+    y, dx = run(mosaic, x, teacher, positions, d=d, **given)
+    assert (y[2], np.abs(dx[2]).max()) == (0, 0)
+    y, dx, d, x, teacher, scales = (a[positions] for a in (y, dx, d, x, teacher, scales))
+    column = exact(scales)[:, None]
+    of = Divergence(x, teacher, dtype, reverse=reverse, logits_scale=column, **caps)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx, *of.gradient(d))
 
 
 @DIRECTIONS
@@ -393,18 +449,25 @@ def test_registers_of_one_kernel(cols, dtype, options, compiler):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("implementation", "has_scales"), [(None, False), (None, True), ("xla", False)]
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_nothing_else_of_the_logits_size(dtype, implementation, compiler):
-    """On a GPU, a program allocates only one array of the logits' size: the student's gradient."""
-    x = jax.ShapeDtypeStruct((4096, 50257), dtype, sharding=compiler.sharding)
+def test_nothing_else_of_the_logits_size(dtype, implementation, has_scales, compiler):
+    """On a GPU, a program allocates only one array of the logits' size: the student's gradient.
 
-    def step(x, teacher):
+    With a kernel, this also holds if each position has its own scale.
+    """
+    x = jax.ShapeDtypeStruct((4096, 50257), dtype, sharding=compiler.sharding)
+    scales = jax.ShapeDtypeStruct((4096,), F32, sharding=compiler.sharding)
+
+    def step(x, teacher, scales):
+        options = {"logits_scale": scales} if has_scales else {}
         divergence = functools.partial(jaxnorm.kl_divergence, implementation=implementation)
-        y, vjp = jax.vjp(lambda x: divergence(x, teacher), x)
+        y, vjp = jax.vjp(lambda x: divergence(x, teacher, **options), x)
         return y, *vjp(y)
 
-    made = hlo.made(jax.jit(step).lower(x, x).compile().as_text(), x.size)
+    made = hlo.made(jax.jit(step).lower(x, x, scales).compile().as_text(), x.size)
     assert made == (["custom-call"] if implementation is None else ["fusion"])
 
 

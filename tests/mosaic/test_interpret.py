@@ -18,6 +18,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 from program_error import assert_computes
 from specs import BF16, F16, F32, changed
+from test_logits import check_overflowing_rows
 
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
@@ -90,6 +91,13 @@ def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case
         *itertools.product(calls, kinds)
     }
     return found
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_multiples_that_overflow(op: str, dtype: np.dtype) -> None:
+    spec = changed(make_spec(op, 4, 256, dtype, dtype), logits_scale=2.0)
+    check_overflowing_rows(op, lambda x: interpret(spec, x)[0], str(dtype), cols=256)
 
 
 # `test_residual_variants` runs the same functions on rows whose last two tiles overlap.

@@ -22,7 +22,7 @@ from specs import BF16, F16, F32, build_spec, changed
 import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.implementation import Operands, Results
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.both import MOST_BYTES
 from jaxnorm_kernels.mosaic.cross_entropy.forward import choose
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule as Parts
@@ -184,6 +184,51 @@ def test_values(op, cols, dtype, schedule, options):
 
 
 @pytest.mark.parametrize(
+    ("op", "cols", "dtype", "options"),
+    [
+        (CE, 1032, "bfloat16", {}),
+        (CE, 301, "float32", SMOOTHED),
+        (CE, 516, "bfloat16", {"logit_softcap": 8.0, **SMOOTHED}),
+        (LP, 301, "float32", {}),
+        (LP, 516, "bfloat16", {"logit_softcap": 8.0}),
+    ],
+    ids=str,
+)
+def test_a_scale_for_each_row(op, cols, dtype, options):
+    """Each row may have its own scale, which may be negative or 0, and NaN in masked rows."""
+    x, labels, d = operands((5, cols), dtype)
+    d, positions = cotangents(op, d), jnp.arange(5) != 2
+    scales = jnp.array([0.7, -1.5, jnp.nan, 3.0, 0.0])
+    given = {"labels": labels, "logits_scale": scales}
+    of_rows = Operands(x, positions=positions, **given)
+    spec = make_spec(op, *x.shape, dtype, has_positions=True, has_scale=True, **options)
+
+    def two_kernels():
+        y = mosaic.forward(of_rows, spec)
+        residuals = Residuals(x, stats=y.stats, entropy=y.entropy, **given)
+        backward = changed(spec, direction="bwd", want_stats=False)
+        return y, mosaic.backward(residuals, Results(d[0], entropy=d[-1]), backward)
+
+    def one_kernel():
+        one = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=spec.x_dtype)
+        return mosaic.both(of_rows, Results(d[0]), one)
+
+    programs = [two_kernels, one_kernel] if op == CE and cols != 301 else [two_kernels]
+    exact_scales = np.where(positions, exact(scales), 1)[:, None]
+    expected = LOSSES[op].reference(
+        x, labels, positions=positions, logits_scale=exact_scales, dtype=dtype, **options
+    )
+    for program in programs:
+        with mosaic.interpreted():
+            y, gradients = jax.jit(program)()
+        results = (y.y, y.entropy)[: len(d)]
+        assert not any(a[2].any() for a in (*results, gradients.x))
+        for ours, wanted, bound in zip(results, expected.results, expected.bounds, strict=True):
+            assert_within(ours, wanted, bound)
+        assert_within(gradients.x, expected.gradient(*d), expected.gradient_bound(*d))
+
+
+@pytest.mark.parametrize(
     ("cols", "padding", "dtype", "schedule", "options"),
     [
         (4096, 0, "bfloat16", LossForwardSchedule(2), {}),
@@ -294,13 +339,17 @@ def test_rows_of_all_kinds(op):
     of_nan = [a.at[2].set(jnp.nan) for a in cotangents(op, d)]
     with mosaic.interpreted():
         *results, dx = forward_and_backward(spec)(x, labels, *of_nan, positions)
-    for a in (*results, dx.sum(-1)):
+    for a in (results[0], dx.sum(-1)):
         assert np.isnan(a).tolist() == [True, True, False, True, True, *[False] * 4]
+    for entropy in results[1:]:
+        assert np.isnan(entropy).tolist() == [*[False] * 3, True, True, *[False] * 4]
     assert np.isnan(dx).all(-1).tolist() == np.isnan(results[0]).tolist()
     for a in (*results, np.abs(dx).max(-1)):
         assert (a[2], a[8]) == (0, 0)
     assert not any(entropy[7] for entropy in results[1:])
-    check(op, x[5:], labels[5:], 3 * d[5:])
+    # A log-probability whose cotangent is 0 has no gradient, even if its label is not a class.
+    rows = jnp.array([0, 1, *range(5, 9)])
+    check(op, x[rows], labels[rows], 3 * d.at[0].set(0)[rows])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
@@ -533,25 +582,29 @@ def test_registers(cols, dtype, op, options, registers, compiler):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("implementation", "has_scales"), [(None, False), (None, True), ("xla", False)]
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @each_loss
-def test_nothing_else_of_the_logits_size(op, dtype, implementation, compiler):
+def test_nothing_else_of_the_logits_size(op, dtype, implementation, has_scales, compiler):
     """On a GPU, a program allocates only one array of the logits' size: the logits' gradient.
 
-    By default the program is two kernels. With implementation="xla" it consists of fusions.
+    By default the program is two kernels, even if each position has its own scale. With
+    implementation="xla" it consists of fusions.
     """
     options = SMOOTHED if op == CE else {}
     function = functools.partial(
         getattr(jaxnorm, LOSSES[op].function), implementation=implementation, **options
     )
 
-    def step(x, labels, *d):
-        results, vjp = jax.vjp(lambda x: function(x, labels), x)
+    def step(x, labels, scales, *d):
+        scaled = {"logits_scale": scales} if has_scales else {}
+        results, vjp = jax.vjp(lambda x: function(x, labels, **scaled), x)
         return results, *vjp(d if op == LP else d[0])
 
     shapes = [((8, 512, 50257), dtype), ((8, 512), np.int32)]
-    shapes += [((8, 512), F32)] * LOSSES[op].results
+    shapes += [((8, 512), F32)] * (1 + LOSSES[op].results)
     arrays = [jax.ShapeDtypeStruct(s, t, sharding=compiler.sharding) for s, t in shapes]
     text = jax.jit(step).lower(*arrays).compile().as_text()
     made = hlo.made(text, 8 * 512 * 50257)

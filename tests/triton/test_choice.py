@@ -3,6 +3,7 @@
 These tests do not need Triton.
 """
 
+import importlib
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from specs import build_spec, changed
 
 import jaxnorm
 from jaxnorm.calls import backends
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import Shared
 
@@ -38,6 +41,8 @@ ROPE = {"op": "norm_rope", "subtract_mean": False, "bias_dtype": None}
 ROPE |= {"table_dtype": F32, "table_rows": ROWS, "rotated": 64}
 
 KL = {"op": "kl_divergence", "teacher_dtype": BF16}
+
+LOSSES = ("softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy", "kl_divergence")
 
 WIDE = build_spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
@@ -125,6 +130,27 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
     assert "CUDA plugin" in support.why_not_default(WIDE)
 
 
+@pytest.mark.parametrize("function", LOSSES)
+@pytest.mark.parametrize("classes", [30522, 50257, 50265, 51865])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_ampere_losses_over_any_vocabulary_run_kernels(function, classes, dtype, monkeypatch):
+    """Triton's kernels are the default for vocabularies that are not a multiple of 16 bytes.
+
+    The numbers of classes are those of BERT, GPT-2, RoBERTa and Whisper.
+    """
+    module, triton = types.ModuleType("triton"), load_alone("triton", "support")
+    module.IMPLEMENTATION = Implementation(
+        None, None, triton.why_unsupported, triton.why_not_default, caveat=triton.caveat
+    )
+    monkeypatch.setitem(sys.modules, "jaxnorm_kernels.triton", module)
+    monkeypatch.setattr(backends, "_failures", {})
+    monkeypatch.setattr(triton, "can_lower", lambda: True)
+    for support in (triton, mosaic.support):
+        monkeypatch.setattr(support, "local_capability", lambda: 80)
+    plan = jaxnorm.implementation_for(function, (8192, classes), dtype, platform="cuda")
+    assert (plan.forward.name, plan.backward.name) == ("triton", "triton"), plan
+
+
 @pytest.mark.triton
 def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
     """If Mosaic does not support a backward, Triton's kernel is the default.
@@ -154,6 +180,9 @@ def installed(monkeypatch):
         modules = {name: triton and types.ModuleType(name) for name in parents}
         modules |= {"triton.backends.nvidia.driver": triton and driver}
         modules |= {"jax_triton": jax_triton and types.ModuleType("jax_triton")}
+        triton_lib = types.ModuleType("triton_lib")
+        triton_lib.triton_kernel_call_p = None
+        modules |= {"jax_triton.triton_lib": jax_triton and triton_lib}
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         versions = {"triton": triton, "jax-triton": jax_triton}
@@ -175,6 +204,11 @@ def installed(monkeypatch):
             {"triton": "3.9.0", "jax_triton": "0.4.0"},
             r"needs jax-triton 0\.4\.1 or newer, not 0\.4\.0",
         ),
+        ({"triton": "3.9.0", "jax_triton": "0.4"}, r"needs jax-triton 0\.4\.1 or newer, not 0\.4"),
+        (
+            {"triton": "3.9.0", "jax_triton": "0.4.0rc2"},
+            r"needs jax-triton 0\.4\.1 or newer, not 0\.4\.0rc2",
+        ),
     ],
     ids=str,
 )
@@ -195,6 +229,17 @@ def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
     forward = jaxnorm.implementation_for("softmax", x.shape, x.dtype, platform="cuda").forward
     assert forward.name == "xla"
     assert re.search("^triton: it cannot be imported: .*" + said, forward.reason)
+
+
+@pytest.mark.parametrize("version", ["0.4.1", "0.4.2rc1", "0.4.2.dev3+g1a2b3c4", "0.5", "1.0b2"])
+def test_a_new_version_of_jax_triton_is_taken(version, installed):
+    """The import of the kernels passes the check of versions, and fails later.
+
+    The simulated Triton is empty, so the first kernel cannot be imported.
+    """
+    installed(triton="3.9.0", jax_triton=version)
+    with pytest.raises(ImportError, match=r"No module named 'triton\.language'"):
+        importlib.import_module("jaxnorm_kernels.triton")
 
 
 @pytest.mark.triton

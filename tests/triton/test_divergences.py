@@ -9,8 +9,10 @@ from reference import assert_within
 from specs import build_spec, changed
 from test_kl_divergence import (
     Divergence,
+    check_nearly_impossible,
     check_special_rows,
     each_direction,
+    masked_rows,
     operands,
     special_rows,
 )
@@ -92,6 +94,20 @@ def test_rows_of_all_kinds(reverse, scheduled):  # noqa: F811
     d = jnp.ones(len(x))
     y, dx = with_gradient(x, teacher, d, reverse=reverse, implementation=scheduled)
     check_special_rows(y, dx, reverse=reverse)
+
+
+@each_direction
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_masks_whose_multiples_overflow(dtype, reverse, scheduled):  # noqa: F811
+    x, teacher, of = masked_rows(101, dtype, reverse=reverse)
+    options = {"reverse": reverse, "logits_scale": 2.0, "implementation": scheduled}
+    y, dx = with_gradient(x, teacher, jnp.ones(4), **options)
+    assert_within(y, of.value, of.bound)
+    assert_within(dx, *of.gradient(jnp.ones(4)))
+
+
+def test_nearly_impossible_classes(scheduled):  # noqa: F811
+    check_nearly_impossible(lambda x, t: kl_divergence(x, t, implementation=scheduled), 101)
 
 
 @each_direction

@@ -62,6 +62,14 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F
     assert_analysed(run(scheduled, jnp.nan, jnp.inf), expected)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # raised by the interpreter's `max`
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_multiples_that_overflow(name, dtype, scheduled):  # noqa: F811
+    function = functools.partial(FUNCTIONS[name][0], scale=2.0, implementation=scheduled)
+    test_logits.check_overflowing_rows(name, function, dtype, cols=100)
+
+
 @pytest.mark.uninterpreted
 def test_two_runs_give_the_same_bits(scheduled):  # noqa: F811
     x, d = data((50, 3, 100), "bfloat16"), data((50, 3, 100), "bfloat16", seed=1)

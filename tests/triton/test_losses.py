@@ -96,12 +96,15 @@ def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
         return *results, vjp((d, 1 - d))[0].sum(-1)
 
     log_prob, entropy, dx = run(x)
-    for a in (log_prob, entropy, dx):
+    for a in (log_prob, dx):
         assert np.isnan(a).tolist() == [True] * 5 + [False] * 4
+    assert np.isnan(entropy).tolist() == [False] * 2 + [True] * 3 + [False] * 4
     assert (log_prob[5], entropy[5]) == (0, 0)
     assert (log_prob[8], entropy[8], dx[8]) == (0, 0, 0)
-    rows = slice(5, 8)
-    test_log_prob.check(x[rows], labels[rows], d[rows], implementation=scheduled)
+    # A log-probability whose cotangent is 0 has no gradient, even if its label is not a class.
+    rows = jnp.array([0, 1, 5, 6, 7])
+    given = x[rows], labels[rows], d.at[0].set(0)[rows]
+    test_log_prob.check(*given, implementation=scheduled)
 
 
 @pytest.mark.parametrize("padding", [0, 3])

@@ -217,9 +217,11 @@ def rms_norm_linear_fwd(
     operands = {name: _padded(a, name) for name, a in by_name.items() if a is not None}
     output = jax.ShapeDtypeStruct((rows, operands["weight"].shape[1]), dtype)
     shared = _shared(schedule, operands, output)
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    names = (*operands, "y")
 
     def body(*refs: Ref) -> None:
-        arrays = dict(zip((*operands, "y"), refs))
+        arrays = dict(zip(names, refs))
         scratch = dict(zip(shared, refs[len(arrays) :]))
         kernel = _ProductKernel(sizes, epsilon, activation, schedule, arrays, scratch)
         index = lax.axis_index(WARPGROUP)

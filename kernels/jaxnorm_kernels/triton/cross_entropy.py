@@ -35,7 +35,8 @@ is added last. Let s_o be the sum of all other terms:
 For a small s_o, log1p(s_o) is accurate, but the logarithm of the rounded sum 1 + s_o is not.
 
 If ``positions`` is False for a row, its log(s) is -inf and its dx is 0. If the label of a row is
-not a class, log(s) and dx are NaN.
+not a class, the log(s) of a cross-entropy is NaN, and so is dx. The log(s) of a log-probability
+does not depend on the label. There, the log-probability is NaN, and dx is NaN unless d is 0.
 """
 
 import dataclasses
@@ -182,9 +183,8 @@ def _cross_entropy_fwd(
     counts = that_count(positions_ptr, row, exists)
     begin, lead = start(row, tiling.cols, layout.vector)
     at = label[:, None] + lead
-    # Do not load the logit of an invalid label, because it would be outside the row.
     read = counts[:, None]
-    x_l = of_logits(tl.load(x_ptr + begin + at, read & is_class[:, None], 0.0), options.cap)
+    x_l = of_logits(tl.load(x_ptr + begin + at, read, 0.0), options.cap)
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
 
     of_rows = (x_ptr + begin, lead, at, r, read)
@@ -199,7 +199,9 @@ def _cross_entropy_fwd(
     others, t_o = _rescaled(s_o, t_o, m_o - m, options)
     log_s = log1p(tl.where(d == 0.0, others, others - 1.0 + tl.exp(-d)))
     is_nothing = (s_o == 0.0) & (x_l == float("-inf"))
-    log_s = tl.where(is_class[:, None] & (is_nothing == 0), log_s, float("nan"))
+    log_s = tl.where(is_nothing, float("nan"), log_s)
+    if not options.entropy:
+        log_s = tl.where(is_class[:, None], log_s, float("nan"))
     of_row, is_row = row[:, None], exists[:, None]
     loss = d + log_s
     if options.entropy:
@@ -207,7 +209,7 @@ def _cross_entropy_fwd(
         total = options.factor * (t_o + of_label * tl.maximum(x_l - m, FAR))
         entropy = log_s - total / (others + of_label)
         tl.store(entropy_ptr + of_row, tl.where(read, entropy, 0.0), is_row)
-        loss = 0.0 - loss
+        loss = tl.where(is_class[:, None], 0.0 - loss, float("nan"))
     if options.label_smoothing > 0.0:
         even = options.factor * (m - r - t_o * (1.0 / options.classes)) + log_s
         if options.label_smoothing == 1.0:
@@ -318,7 +320,7 @@ def _store_gradient(
     # Load the logits first, so that their loads overlap with the loads of the few numbers per row
     # (statistics, cotangents).
     x = of_logits(tl.load(x_ptr + offset, read, 0.0), options.cap)
-    label, _ = _load_label(labels_ptr, row, exists, options.classes)
+    label, is_class = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
     log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
     d = tl.load(dy_ptr + row, exists, 0.0)[:, None]
@@ -326,6 +328,7 @@ def _store_gradient(
     p = tl.exp(log_p)
     is_label = lane == label[:, None] + first_col
     if options.entropy:
+        d = tl.where(is_class[:, None] | (d == 0.0), d, float("nan"))
         e = tl.load(dentropy_ptr + row, exists, 0.0)[:, None]
         of_row = d + e * tl.load(entropy_ptr + row, exists, 0.0)[:, None]
         dz = tl.where(is_label, d, 0.0) - p * (of_row + e * tl.maximum(log_p, FAR))
@@ -345,8 +348,9 @@ def _store_gradient(
 def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
     """Return two arrays: the label of each row, and a mask.
 
-    The mask is True if the label is a class. If it is not, -1 is returned as the label.
+    The mask is True if the label is a class. If it is not, 0 is returned as the label, so that no
+    logit outside the row is read.
     """
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
-    is_column = (label >= 0) & (label < classes)
-    return tl.where(is_column, label, -1).to(tl.int32), is_column
+    is_class = (label >= 0) & (label < classes)
+    return tl.where(is_class, label, 0).to(tl.int32), is_class

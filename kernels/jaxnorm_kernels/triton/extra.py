@@ -7,6 +7,7 @@ kernel is compiled.
 
 import importlib
 import inspect
+import re
 from importlib.metadata import version
 
 import jax
@@ -40,7 +41,7 @@ def check() -> None:
         raise ImportError(
             f"the triton implementation needs jax-triton ({error}); {_MEND}"
         ) from error
-    if tuple(map(int, version("jax-triton").split(".")[:3])) < _JAX_TRITON:
+    if _release("jax-triton") < _JAX_TRITON:
         raise ImportError(
             f"the triton implementation needs jax-triton {'.'.join(map(str, _JAX_TRITON))} or "
             f"newer, not {version('jax-triton')}; {_MEND}"
@@ -55,6 +56,12 @@ def check_cuda() -> None:
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
             'pip install "jax[cuda13]" (or cuda12)'
         )
+
+
+def _release(package: str) -> tuple[int, ...]:
+    """Return the version of a package as numbers, such as (0, 4, 2) for "0.4.2rc1"."""
+    numbers = re.match(r"[\d.]*\d", version(package))
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def _mend_dead_code_elimination() -> None:

@@ -15,7 +15,7 @@ elements of P's row that it has read so far, and the maximum m_Q for Q's row. It
 are relative to these maxima. When a maximum grows from m to m', let r = exp(m - m'). The thread
 then rescales its sums:
 
-    s' = r s      a' = r_P (a + s_P (log(r_P) - log(r_Q)))      b' = r_P b + s_Q (r_Q - r_P)
+    s' = r s      a' = r_P a + s'_P (log(r_P) - log(r_Q))      b' = r_P b + s_Q (r_Q - r_P)
 
 The sums of the threads are merged in the same way. If all logits of P and Q are equal, u = 0 and
 r_P = r_Q, so all terms of a and b are exactly 0. For a small u, e_Q - e_P is computed as e_P times
@@ -38,7 +38,6 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.loss_rows import (
-    FAR,
     Cap,
     block_at,
     by_lanes,
@@ -63,10 +62,6 @@ from jaxnorm_kernels.triton.tiles import LOWEST
 # If |u| is below this number, a polynomial of five terms computes exp(-u) - 1 with an error below
 # one unit in the last place.
 _SMALL = tl.constexpr(0.125)
-# Lower bounds of e_P and of u in the product e_P * u. _TINY is the smallest normal float32; smaller
-# numbers may be flushed to 0. If u <= _LOWEST_U, exp(u) is 0 in float32.
-_TINY = tl.constexpr(1.1754943508222875e-38)
-_LOWEST_U = tl.constexpr(-128.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,16 +219,12 @@ def _add(
     below_p, below_q = g_p - higher_p[:, None, :, None], g_q - higher_q[:, None, :, None]
     e_p, e_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     u = _difference(below_p, below_q, pair)
-    # Compute e_P * u with lower bounds: _TINY for e_P, and _LOWEST_U for u. Without these bounds,
-    # the product could be 0 * inf, which is NaN. The bounds matter in three cases:
-    # - P is 0. Then e_P is 0, and u is -inf (or NaN, if Q is 0 too). The product should be 0. With
-    #   the bounds, it is _TINY * _LOWEST_U, about -1e-36, which is negligible.
-    # - Q is 0, and P is not. Then u is inf. The product should be inf, even if P is so small that
-    #   e_P is 0 in float32. With the bounds, it is inf, because _TINY * inf is inf.
-    # - u is finite and below _LOWEST_U. Then d_P = u + d_Q is below _LOWEST_U, too, because d_Q is
-    #   at most 0. So e_P = exp(d_P) is 0 in float32. As in the first case, the product is
-    #   negligible.
-    of_ratio = tl.maximum(e_p, _TINY) * tl.maximum(u, _LOWEST_U)
+    # If e_P is 0, the term e_P * u is 0, although u may be infinite. There is one exception: Q is 0
+    # (its depth is -inf) and the exact P is positive (its depth is finite, so u is +inf): only the
+    # computed e_P is rounded to 0. The term and the divergence are infinite. u is +inf, too, if its
+    # multiplication by f overflows. Q's depth is then finite.
+    of_none = tl.where((u == float("inf")) & (below_q == float("-inf")), float("inf"), 0.0)
+    of_ratio = tl.where(e_p > 0.0, e_p * u, of_none)
     series = (1.0 / 2.0) - u * ((1.0 / 6.0) - u * ((1.0 / 24.0) - u * (1.0 / 120.0)))
     of_difference = tl.where(tl.abs(u) < _SMALL, of_ratio * (u * series - 1.0), e_q - e_p)
     s_p, s_q = s_p + lane_sum(e_p), s_q + lane_sum(e_q)
@@ -262,13 +253,14 @@ def _rescaled(sums, m_p, m_q, pair: tl.constexpr):
     The new maxima must not be smaller than the old ones.
     """
     old_p, old_q, s_p, s_q, a, b = sums
-    below_p, below_q = tl.maximum(old_p - m_p, FAR), tl.maximum(old_q - m_q, FAR)
+    below_p, below_q = old_p - m_p, old_q - m_q
     r_p, r_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
-    # If the sum a is infinite, it must stay infinite. If r_p is 0, the product a * r_p would be
-    # NaN.
-    rescaled = (a + s_p * _difference(below_p, below_q, pair)) * r_p
+    s_p *= r_p
+    # If s_p is 0, so is a, although the difference may be infinite or NaN. If the sum a is
+    # infinite, it must stay infinite.
+    rescaled = tl.where(s_p > 0.0, a * r_p + s_p * _difference(below_p, below_q, pair), 0.0)
     a = tl.where(a == float("inf"), float("inf"), rescaled)
-    return m_p, m_q, s_p * r_p, s_q * r_q, a, b * r_p + s_q * (r_q - r_p)
+    return m_p, m_q, s_p, s_q * r_q, a, b * r_p + s_q * (r_q - r_p)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import tiles
-from jaxnorm_kernels.triton.tiles import Operand, renumbered, tile_at, zeros
+from jaxnorm_kernels.triton.tiles import LOWEST, Operand, renumbered, tile_at, zeros
 
 # A causal softmax decides for groups of this many consecutive elements whether they are loaded.
 # With a separate decision for each element, the elements would be loaded one by one. With groups of
@@ -84,7 +84,8 @@ def load_logits(
 ):
     """Load a tile of x, and return two tiles: the logits z, and a mask of the included elements.
 
-    z = scale * x + bias is computed in float32. Excluded elements have z = -inf.
+    z = scale * x + bias is computed in float32. If x is finite, scale * x is clipped to the finite
+    numbers. Excluded elements have z = -inf.
     """
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
@@ -92,7 +93,12 @@ def load_logits(
     takes_part = exists
     if not logits.is_plain:
         if logits.scale != 1.0:
+            x = z
             z *= logits.scale
+            if logits.scale > 1.0 or logits.scale < -1.0:
+                # A row that is masked by the lowest finite number must stay finite: with -inf in
+                # all elements, its softmax would be NaN.
+                z = tl.where(tl.abs(x) < float("inf"), tl.clamp(z, LOWEST, -LOWEST), z)
         if bias_ptr is not None:
             z += _load_shared(bias_ptr, row, col, read, cols, logits.bias).to(tl.float32)
         takes_part = _takes_part(mask_ptr, row, col, read, cols, logits)

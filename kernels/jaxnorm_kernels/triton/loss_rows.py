@@ -29,6 +29,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
@@ -118,7 +119,7 @@ def launch_backward(
     """
     layout = Layout.of(spec, schedule)
     (tiles,) = schedule.grid(spec)
-    place = jax.new_ref(x) if spec.overwrites_x else None
+    place = launching.overwritable(x) if spec.overwrites_x else None
     dx = None if spec.overwrites_x else jax.ShapeDtypeStruct(x.shape, spec.dx_dtype)
     results = schedule.launch(
         kernel,
@@ -130,7 +131,7 @@ def launch_backward(
         layout=layout,
         **arguments,
     )
-    return Operands(results[0] if place is None else jax.freeze(place))
+    return Operands(results[0] if place is None else launching.overwritten(place))
 
 
 # --------------------------------------------------------------------------------------- blocks

@@ -35,6 +35,10 @@ _CANNOT: Table = (
     *NO_ROWS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
+        "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
+        lambda s: s.logits.has_scale,
+    ),
+    (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
     ),
@@ -67,8 +71,9 @@ _CANNOT: Table = (
 
 # Reasons why XLA runs a call by default although a kernel supports it. Kernels were timed against
 # XLA on one H200 with jax 0.11.2 and Triton 3.9 (`python -m benchmarks.run`; the committed results
-# are in benchmarks/results/nvidia_h200). Norms with a residual were not timed. They are treated
-# like plain norms, which distribute rows over programs in the same way.
+# are in benchmarks/results/nvidia_h200). `tests/test_defaults.py` compares every rule with the
+# committed times. Norms with a residual are treated like plain norms, which distribute rows over
+# programs in the same way.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
@@ -94,13 +99,13 @@ _LEFT_TO_XLA: Table = (
         lambda s: (
             _has_unaligned_rows(s)
             and s.cols > 16384
-            and not _norm(s, "bwd")
+            and (s.is_softmax or _norm(s, "fwd"))  # kernels of losses split a row at 16 bytes
             and (s.op, s.direction) != ("log_softmax", "fwd")
         ),
     ),
     (
-        "LayerNorm's backward of rows of this width reads them twice from memory",
-        lambda s: _is_layer(s, "bwd") and 8192 < s.cols <= 16384,
+        "LayerNorm's backward of float32 rows of this width reads them twice from memory",
+        lambda s: _is_layer(s, "bwd") and not _is_16_bit(s) and 8192 < s.cols <= 16384,
     ),
     (
         "RMSNorm of float32 rows this wide reads them twice from memory",
@@ -155,10 +160,10 @@ def _is_too_old() -> bool:
 def _few_rows(spec: Spec) -> int:
     """Return the minimum number of rows for which a norm's kernel is faster than XLA's code.
 
-    Only norms of 1, 128 and 2048 rows were timed.
+    Only norms of 1, 128, 1024 and 2048 rows were timed.
     """
     float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
-    return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
+    return 1024 if spec.direction == "fwd" or float32_layer_norm else 128
 
 
 def _norm(spec: Spec, direction: str) -> bool:

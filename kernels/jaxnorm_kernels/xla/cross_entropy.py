@@ -57,7 +57,9 @@ cotangent of H:
 If t is the tangent of x, the tangent of y is t_l - sum(p t), and the tangent of H is -sum(p (log(p)
 + H) t).
 
-Both results are 0 in a row without an entry, and NaN if the label is not one of its columns.
+Both results are 0 in a row without an entry. If the label is not one of the columns, y is NaN, and
+so is dx unless a is 0. The entropy is not affected. In its computation, column 0 takes the role of
+the label.
 """
 
 from collections.abc import Sequence
@@ -98,6 +100,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     scale = scale_of(operands.logits_scale, spec)
     x = g(x, scale, spec)
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
+    is_class, label = label >= 0, jnp.maximum(label, 0)
     at_label = columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # x need not be converted first, because the maximum is exact in the dtype of x.
@@ -122,7 +125,9 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
         loss = a * even if a == 1 else (1 - a) * loss + a * even
     if spec.loss.z_loss:
         loss = loss + spec.loss.z_loss * jnp.square(f_times(m, scale, spec) + log_s)
-    loss, log_s = (jnp.where(label < 0, jnp.nan, v) for v in (loss, log_s))
+    loss = jnp.where(is_class, loss, jnp.nan)
+    if not spec.returns_entropy:
+        log_s = jnp.where(is_class, log_s, jnp.nan)
     if has_entry is not None:
         loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
     loss, m, log_s = (jnp.squeeze(v, spec.axes) for v in (loss, m, log_s))
@@ -137,7 +142,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     scale = scale_of(residuals.logits_scale, spec)
     a = spec.loss.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
-    even = a / spec.cols if a else 0.0
+    even = a / spec.cols if a and 0 not in x.shape else 0.0
     target = jnp.where(at_label, jnp.asarray(1 - a + even, p.dtype), jnp.asarray(even, p.dtype))
     slope = p - target
     if spec.loss.z_loss:
@@ -167,10 +172,12 @@ def probabilities(
     """Return five arrays: g(x), p, lse, and two masks.
 
     The first mask is True for entries that affect the results: entries that are unmasked, and
-    entries in the label's column. The second mask is True in the label's column. If ``positions``
-    is False for a row, or if all its columns are masked, its lse is 0.
+    entries in the label's column. The second mask is True in the label's column, or in column 0 if
+    the label is not one of the columns. If ``positions`` is False for a row, or if all its columns
+    are masked, its lse is 0.
     """
-    x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
+    x, mask = residuals.saved, residuals.mask
+    label = jnp.maximum(label_of(residuals.labels, spec), 0)
     at_label = columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
@@ -192,9 +199,8 @@ def probabilities(
 
     def from_the_forward() -> jax.Array:
         kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
-        index = jnp.maximum(label, 0)
-        at = jnp.exp(f_times(at_column(kept, index) - m, scale, spec))
-        others = exponentials_but_label(kept, m, index, scale, spec)
+        at = jnp.exp(f_times(at_column(kept, label) - m, scale, spec))
+        others = exponentials_but_label(kept, m, label, scale, spec)
         return jnp.exp(-log_s) * jnp.where(at_label, at, others)
 
     if shares_exponentials(spec):
@@ -306,7 +312,10 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
     terms = [weighted, jnp.where(at_label, t, 0), of_entropy]
     dlse, t_l, dentropy = (jnp.squeeze(v, spec.axes) for v in row_sums(terms, spec))
     dstats = (jnp.zeros_like(dlse), dlse) if spec.has_stats else ()
-    return Results(t_l - dlse, entropy=-dentropy, stats=dstats)
+    # The tangent of a masked row is 0, even if its label is not a class.
+    is_class = label_of(residuals.labels, spec.replaced(axes=())) >= 0
+    dy = jnp.where(is_class | (residuals.stats[1] == -jnp.inf), t_l - dlse, jnp.nan)
+    return Results(dy, entropy=-dentropy, stats=dstats)
 
 
 def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
@@ -323,6 +332,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
         jnp.expand_dims(ct, spec.axes)
         for ct in (cotangents.y, cotangents.entropy, *cotangents.stats)
     )
+    a = jnp.where((label_of(residuals.labels, spec) >= 0) | (a == 0), a, jnp.nan)
     dx = a * (jnp.where(at_label, p.dtype.type(1), 0) - p)
     dx = dx - b * (p * above_mean(x, p, residuals, spec))
     if dstats:

@@ -47,7 +47,7 @@ from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.cross_entropy import without_padding
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.label_sums import Scale, scale_of, times
+from jaxnorm_kernels.xla.label_sums import Scale, magnitude, oriented, scale_of, times
 from jaxnorm_kernels.xla.reductions import (
     on_cpu,
     row_any,
@@ -63,11 +63,11 @@ _SMALL = 1.0
 
 
 class _Logits(NamedTuple):
-    """Logits z = factor * g, where g is x or, if the logits have a cap, tanh(scale * x / cap).
+    """Logits z = factor * g, where g is x or -x or, with a cap, tanh(scale * x / cap).
 
     Attributes:
       g: an array with the shape of x.
-      factor: the cap if there is one, otherwise the scale.
+      factor: the cap if there is one, otherwise the magnitude of the scale.
       slope: the derivative dz / dx. It is an array, or a number if there is no cap and the scale is
         a number.
     """
@@ -91,11 +91,11 @@ def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec
     `scale` is an array with a number for each row. None means that the scale is the static number
     `LogitsOptions.logits_scale`.
     """
-    factor = scale_of(scale, spec)
+    slope = scale_of(scale, spec)
     if cap is None:
-        return _Logits(x, factor, factor)
-    g = jnp.tanh(x.astype(spec.compute_dtype) * (factor / cap))
-    return _Logits(g, cap, factor * ((1 - g) * (1 + g)))
+        return _Logits(oriented(x, slope), magnitude(slope), slope)
+    g = jnp.tanh(x.astype(spec.compute_dtype) * (slope / cap))
+    return _Logits(g, cap, slope * ((1 - g) * (1 + g)))
 
 
 def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
@@ -193,8 +193,11 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
     """
     e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
     u = _differences(first, second, spec)
-    of_ratio = jnp.where(second.below == -jnp.inf, jnp.inf, e_first * u)
-    of_ratio = jnp.where(first.below == -jnp.inf, 0, of_ratio)
+    # If the computed e_P is 0, u may be infinite, and the product would be NaN. Only a Q of 0 (not
+    # one that is rounded to 0) makes the divergence infinite, and only if P is not 0.
+    of_ratio = jnp.where(e_first == 0, 0, e_first * u)
+    is_infinite = (second.below == -jnp.inf) & (first.below != -jnp.inf)
+    of_ratio = jnp.where(is_infinite, jnp.inf, of_ratio)
     is_small = jnp.abs(u) < _SMALL
     near = e_first * jnp.expm1(jnp.where(is_small, -u, 0))
     difference = jnp.where(is_small, near, e_second - e_first)
@@ -248,8 +251,10 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
     ratio = _differences(safe_q, safe_p, spec) + (log_s_p - log_s_q)
     if spec.loss.reverse:
         y = jnp.expand_dims(residuals.y.astype(spec.compute_dtype), spec.axes)
-        ratio = jnp.where(are_there, ratio, jnp.inf)
-        weight = jnp.where(is_there, q * (jnp.where(is_there, ratio, 0) - y), 0)
+        # If q is rounded to 0, the ratio may be infinite, and the product would be NaN.
+        is_positive = q != 0
+        ratio = jnp.where(is_positive, jnp.where(are_there, ratio, jnp.inf), 0)
+        weight = jnp.where(is_positive, q * (ratio - y), 0)
     else:
         p = jnp.exp(of_p.of_z - log_s_p)
         is_small = are_there & (jnp.abs(ratio) < _SMALL)

@@ -37,13 +37,14 @@ Let a = logits_scale. With a scale or a cap c = logit_softcap, the logits are z 
 g(x) replaces x in these formulas, and differences of g(x) are multiplied by f before the
 exponential:
 
-    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
-    g = x                f = a    dz / dx = a                without a cap
+    g = tanh(a x / c)    f = c      dz / dx = a (1 - g^2)      with a cap
+    g = sign(a) x        f = |a|    dz / dx = a                without a cap
 
-m is then the maximum of g. Differences are computed from g and not from z, for two reasons. First,
-a large z may have a rounding error of more than 1, and z - max(z) would have the same error, while
-f * (g - m) has a small error. Second, the compiler may fuse f * g - max(z) into one instruction.
-Then max(z) would be rounded but f * g would not, so that the largest exponent would not be 0.
+m is then the maximum of g. As f is positive, the largest g belongs to the largest logit.
+Differences are computed from g and not from z, for two reasons. First, a large z may have a
+rounding error of more than 1, and z - max(z) would have the same error, while f * (g - m) has a
+small error. Second, the compiler may fuse f * g - max(z) into one instruction. Then max(z) would be
+rounded but f * g would not, so that the largest exponent would not be 0.
 """
 
 import functools
@@ -51,6 +52,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec
@@ -74,11 +76,11 @@ def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
 def g(x: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
     """Return the value of g at the logits x (see the module docstring).
 
-    With a cap, it is tanh(scale * x / cap) in the arithmetic dtype. Without a cap, it is x in its
-    own dtype.
+    With a cap, it is tanh(scale * x / cap) in the arithmetic dtype. Without a cap, it is x or -x in
+    the dtype of x.
     """
     if spec.loss.logit_softcap is None:
-        return x
+        return oriented(x, scale)
     return jnp.tanh(x.astype(spec.compute_dtype) * (scale / spec.loss.logit_softcap))
 
 
@@ -88,7 +90,8 @@ def f_times(difference: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
     If `difference` is a difference of two values of g(x), the result is the difference of the
     logits z = f * g(x).
     """
-    return times(difference, scale if spec.loss.logit_softcap is None else spec.loss.logit_softcap)
+    cap = spec.loss.logit_softcap
+    return times(difference, magnitude(scale) if cap is None else cap)
 
 
 def times_slope(d: jax.Array, g: jax.Array, scale: Scale, spec: Spec) -> jax.Array:
@@ -98,6 +101,22 @@ def times_slope(d: jax.Array, g: jax.Array, scale: Scale, spec: Spec) -> jax.Arr
     """
     d = times(d, scale)
     return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))
+
+
+def oriented(x: jax.Array, scale: Scale) -> jax.Array:
+    """Return sign(scale) * x, and x where the scale is 0."""
+    if isinstance(scale, float):
+        return -x if scale < 0 else x
+    return jnp.where(scale < 0, -x, x)
+
+
+def magnitude(scale: Scale) -> Scale:
+    """Return |scale|, but not 0: 0 times the -inf of a masked entry would be NaN.
+
+    The smallest number that is returned in place of 0 makes all other logits nearly 0.
+    """
+    least = float(np.finfo(np.float32).tiny)
+    return max(abs(scale), least) if isinstance(scale, float) else jnp.maximum(abs(scale), least)
 
 
 def times(v: jax.Array, factor: Scale) -> jax.Array:

@@ -26,7 +26,7 @@ from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import cross_entropy
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, scale_of, times_slope
+from jaxnorm_kernels.xla.label_sums import at_column, f_times, g, oriented, scale_of, times_slope
 from jaxnorm_kernels.xla.reductions import over_shards, row_max, row_sums
 
 _NO_COLUMN = 2**31 - 1
@@ -137,6 +137,7 @@ def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
     If several columns have the largest logit, this is the first of them.
     """
     (x,), spec = cross_entropy.without_padding([operands.x], spec)
+    x = oriented(x, scale_of(operands.logits_scale, spec))
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     is_largest = kept == row_max(kept, spec)
     columns = jnp.where(is_largest, cross_entropy.columns(x.shape, spec), _NO_COLUMN)
@@ -168,18 +169,23 @@ def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec)
     a row are equal, their values are added up.
     """
     count = labels.shape[-1]
-    if count > _COMPARED and spec.axes == (-1,) and not spec.cols_over:
+    is_number = isinstance(count, int)  # False in `jax.export` with a symbolic number of labels.
+    is_small = is_number and count <= _COMPARED
+    if not is_small and spec.axes == (-1,) and not spec.cols_over:
         rows = [lax.broadcasted_iota(jnp.int32, a.shape, axis) for axis in range(a.ndim - 1)]
         # # The scatter drops an index beyond the columns. Use such an index for a label of -1.
         index = (*rows, jnp.where(labels < 0, shape[-1], labels))
         return jnp.zeros(shape, a.dtype).at[index].add(a, mode="drop")
     columns = cross_entropy.columns(shape, spec)
 
-    def of_one(i: int) -> jax.Array:
-        label, value = (jnp.expand_dims(v[..., i], spec.axes) for v in (labels, a))
+    def of_one(label: jax.Array, value: jax.Array) -> jax.Array:
+        label, value = (jnp.expand_dims(v, spec.axes) for v in (label, value))
         return jnp.where(columns == label, value, 0)
 
-    return functools.reduce(jnp.add, map(of_one, range(count)), jnp.zeros(shape, a.dtype))
+    if not is_number:
+        return jnp.sum(jax.vmap(of_one, in_axes=-1)(labels, a), axis=0)
+    each = (of_one(labels[..., i], a[..., i]) for i in range(count))
+    return functools.reduce(jnp.add, each, jnp.zeros(shape, a.dtype))
 
 
 FORMULAS: dict[Op, Formulas] = {

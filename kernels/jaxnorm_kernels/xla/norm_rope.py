@@ -27,6 +27,7 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import norm
 from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.norm import clip, gain, safe_divide
+from jaxnorm_kernels.xla.reductions import along_rows
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:
@@ -109,7 +110,9 @@ def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax
         return saved
     (rstd,) = residuals.stats
     n = saved * rstd[..., None]
-    return n if residuals.scale is None else n * gain(residuals.scale, spec.last)
+    if residuals.scale is None:
+        return n
+    return n * along_rows(gain(residuals.scale, spec.last), n, spec.last)
 
 
 def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:

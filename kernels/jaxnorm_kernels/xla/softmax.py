@@ -1,6 +1,7 @@
 """softmax and log_softmax over ``spec.axes``, with a backward pass from the output.
 
-Let z = scale * x + bias, m = max(z) and d = dy. All sums are over a row, except for the sum in
+Let z = scale * x + bias, m = max(z) and d = dy. If x is finite, scale * x is clipped to the finite
+numbers. All sums are over a row, except for the sum in
 dbias:
 
     softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y) / sum(y))
@@ -150,7 +151,13 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
     """
     x, bias = operands.x, operands.logits_bias
     kept = _kept(operands.mask, x.shape, spec)
-    z = times(x.astype(spec.compute_dtype), scale_of(operands.logits_scale, spec))
+    x = x.astype(spec.compute_dtype)
+    z = times(x, scale_of(operands.logits_scale, spec))
+    if spec.scale_may_overflow:
+        # A row that is masked by the lowest finite number must stay finite: with -inf in all
+        # entries, its softmax would be NaN. An infinite x stays infinite.
+        info = jnp.finfo(z.dtype)
+        z = jnp.clip(z, jnp.minimum(x, info.min), jnp.maximum(x, info.max))
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
     return kept, z if kept is None else jnp.where(kept, z, spec.softmax.masked_logit)

@@ -21,7 +21,8 @@ equations then give the gradient of f * g(x), and x - m stands for f * (g(x) - m
 An element of dx depends on the same element of x, and on the label, the statistics and the
 cotangents of the row. It does not depend on other elements of x. So a block can process a part of a
 row, and dx may overwrite x. If the row's position is masked, the forward pass saves log(s) = -inf,
-and dx is 0. If the label is not a class, log(s) and dx are NaN.
+and dx is 0. If the label is not a class, the log(s) of a cross-entropy is NaN, and so is dx. The
+log(s) of a log-probability does not depend on the label. There, dx is NaN unless d is 0.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,12 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
-from jaxnorm_kernels.mosaic.cross_entropy.passes import Label, LossBackwardSchedule, launch_backward
+from jaxnorm_kernels.mosaic.cross_entropy.passes import (
+    Label,
+    LossBackwardSchedule,
+    is_class,
+    launch_backward,
+)
 from jaxnorm_kernels.mosaic.rows.units import Unit
 from jaxnorm_kernels.specs import Spec
 
@@ -56,6 +62,7 @@ def cross_entropy_bwd(
         residuals.labels,
         numbers,
         gradient,
+        residuals.logits_scale,
     )
 
 
@@ -73,6 +80,8 @@ def gradient(
     p, log_p, base = probability(g_x - top, log_sum, spec)
     if of_entropy:
         entropy, e = of_entropy
+        is_valid = jnp.logical_or(is_class(label.label, spec), d == 0)
+        d = jnp.where(is_valid, d, jnp.nan)
         of_log = (e * base) * finite(log_p)
         dz, of_label = -p * ((d + e * entropy) + of_log), d
     else:

@@ -83,7 +83,9 @@ def cross_entropy_both(
     """
     schedule = schedule or choose(spec)
     arrays = (operands.x, operands.labels, cotangents.y, operands.positions)
-    dx, y = launch_forward(spec, schedule, arrays, _row, results=1, sums=sums_of(spec))
+    dx, y = launch_forward(
+        spec, schedule, operands.logits_scale, arrays, _row, results=1, sums=sums_of(spec)
+    )
     return Results(y), Operands(dx)
 
 
@@ -130,7 +132,7 @@ def store_both(
             return [load_units(units, ref, index) for ref in logits]
 
         def write(units: Sequence[Unit], raw: Sequence[Sequence[jax.Array]]) -> None:
-            store_gradient(row.spec, units, raw, dx, index, label, numbers, gradient, None)
+            store_gradient(row.scaled, units, raw, dx, index, label, numbers, gradient, None)
 
         def advance(i: Any, raw: list[list[jax.Array]]) -> list[list[jax.Array]]:
             coming = read(steps.step(last - 1 - i))

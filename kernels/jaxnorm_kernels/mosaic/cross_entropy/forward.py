@@ -40,11 +40,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, finite, g
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossForwardSchedule,
     LossRow,
     fresh_of,
+    is_class,
     launch_forward,
     read_label,
     store_row,
@@ -131,7 +132,9 @@ def cross_entropy_fwd(
     schedule = schedule or choose(spec)
     results = 1 + spec.returns_entropy + 2 * spec.has_stats
     arrays = (operands.x, operands.labels, operands.positions)
-    y, *rest = launch_forward(spec, schedule, arrays, _row, results=results, sums=sums_of(spec))
+    y, *rest = launch_forward(
+        spec, schedule, operands.logits_scale, arrays, _row, results=results, sums=sums_of(spec)
+    )
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))
     entropy, *stats = rest
@@ -155,13 +158,14 @@ def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[]
 
     The results include the statistics m and log(s).
     """
-    spec, steps = row.spec, row.steps()
+    spec, steps = row.scaled, row.steps()
     # Load the label first. Its logit can be loaded only after the label has arrived, so these two
     # loads together take longest.
     label = read_label(labels, row.index)
     first = load_units(steps.first(), x, row.index)
     # An invalid label is clipped to a column, so that nothing outside the row is read.
-    x_l = load(x.at[row.index, jnp.clip(label, 0, spec.classes - 1)], None)
+    column = jnp.clip(label, 0, spec.classes - 1)
+    x_l = load(x.at[row.index, column], None)
 
     def reduce() -> list[jax.Array]:
         r = None
@@ -170,7 +174,7 @@ def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[]
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
         nothing: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (sums_of(spec) - 1))
         read = functools.partial(load_units, ref=x, row=row.index)
-        add = functools.partial(_add, label=label, r=r, spec=spec)
+        add = functools.partial(_add, label=column, r=r, spec=spec)
         parts = row.gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
         # Without smoothing, the label's logit is needed only here, not before the loop.
         sums = _merge(parts, spec)
@@ -204,7 +208,7 @@ def _add(
     others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
     grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
     of_each = spread(grown, v)
-    exp = functools.partial(numerics.exp_of_term, times=spec.logit_factor)
+    exp = functools.partial(numerics.exp_of_term, times=factor(spec))
     depth = [value - of_each for value in others]
     e = [exp(d) for d in depth]
     s, *t = _rescaled(s, t, m - grown, exp(m - grown), spec)
@@ -264,18 +268,19 @@ def _finish(
     d = f_times(m - x_l, spec)
     others, *t = _rescaled(s_o, t, m_o - m, _exp(f_times(m_o - m, spec)), spec)
     log_s = numerics.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
-    # The result is NaN if all logits are -inf, or if the label is not a class.
+    # The results are NaN if all logits are -inf. If the label is not a class, the loss or the
+    # log-probability is NaN. The entropy is not affected.
     is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
-    is_column = jnp.logical_and(label >= 0, label < spec.classes)
-    log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
+    log_s = jnp.where(is_nothing, jnp.nan, log_s)
     if spec.returns_entropy:
         of_label = _exp(-d)
         total = t[0] + of_label * finite(x_l - m)
         entropy = log_s - f_times(total, spec) / (others + of_label)
-        return [0 - (d + log_s), entropy, m, log_s]
+        return [jnp.where(is_class(label, spec), 0 - (d + log_s), jnp.nan), entropy, m, log_s]
+    log_s = jnp.where(is_class(label, spec), log_s, jnp.nan)
     loss = d + log_s
     if r is not None:
-        even = f_times(m - r, spec) + log_s - t[0] * (spec.logit_factor / spec.classes)
+        even = f_times(m - r, spec) + log_s - t[0] * (factor(spec) / spec.classes)
         loss = even if a == 1 else (1 - a) * loss + a * even
     if b:
         lse = f_times(m, spec) + log_s

@@ -13,7 +13,7 @@ Both rows are read once, in one loop. Each thread keeps the two maxima of the el
 read so far, and sums relative to these maxima. When a maximum grows from m to m', the thread
 rescales its sums by r = exp(m - m'):
 
-    s' = r s      a' = r_P (a + s_P (log(r_P) - log(r_Q)))      b' = r_P b + s_Q (r_Q - r_P)
+    s' = r s      a' = r_P a + s'_P (log(r_P) - log(r_Q))      b' = r_P b + s_Q (r_Q - r_P)
 
 The sums of threads, warps and warpgroups are merged in the same way. For equal logits, u is 0 and
 the factors r are equal, so a and b are exactly 0. If u is small, e_Q - e_P is computed without
@@ -42,7 +42,7 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.both import store_both
 from jaxnorm_kernels.mosaic.cross_entropy.forward import row_bytes, warpgroups_of
-from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossBackwardSchedule,
     LossForwardSchedule,
@@ -115,7 +115,7 @@ class _Pair(NamedTuple):
         P's and Q's logits, or differences of such values. If `p` and `q` are equal, and f is the
         same for P and Q, the result is exactly 0.
         """
-        if self.p.logit_factor == self.q.logit_factor:
+        if self.p.loss.logit_softcap == self.q.loss.logit_softcap:
             return f_times(p - q, self.p)
         return f_times(p, self.p) - f_times(q, self.q)
 
@@ -197,7 +197,9 @@ def kl_divergence_both(
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = required(schedule or choose_both(spec), spec)
     arrays = (operands.x, operands.teacher_logits, cotangents.y, operands.positions)
-    dx, y = launch_forward(spec, schedule, arrays, _row_of_both, results=1, sums=_SUMS)
+    dx, y = launch_forward(
+        spec, schedule, operands.logits_scale, arrays, _row_of_both, results=1, sums=_SUMS
+    )
     return Results(y), Operands(dx)
 
 
@@ -221,7 +223,9 @@ def kl_divergence_fwd(
     schedule = schedule or choose(spec)
     results = 1 + len(spec.statistics) * spec.has_stats
     arrays = (operands.x, operands.teacher_logits, operands.positions)
-    y, *stats = launch_forward(spec, schedule, arrays, _row, results=results, sums=_SUMS)
+    y, *stats = launch_forward(
+        spec, schedule, operands.logits_scale, arrays, _row, results=results, sums=_SUMS
+    )
     return Results(y, stats=tuple(stats))
 
 
@@ -236,7 +240,7 @@ def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Arra
 
     The statistics are m and log(s) of the student, and then of the teacher.
     """
-    spec, steps = row.spec, row.steps()
+    spec, steps = row.scaled, row.steps()
     pair = _Pair.of(spec)
     refs = (x, teacher) if spec.loss.reverse else (teacher, x)
 
@@ -287,13 +291,14 @@ def _terms(
 
     The terms are e_P, e_Q, e_P * u and e_Q - e_P, as the module's docstring defines them.
     """
-    e_p = numerics.exp_of_term(depth_p, times=pair.p.logit_factor)
-    e_q = numerics.exp_of_term(depth_q, times=pair.q.logit_factor)
+    e_p = numerics.exp_of_term(depth_p, times=factor(pair.p))
+    e_q = numerics.exp_of_term(depth_q, times=factor(pair.q))
     u = pair.difference(depth_p, depth_q)
-    # If e_P is 0, the term e_P * u is 0. There is one exception: u = +inf. Then d_Q is -inf and d_P
-    # is finite. So Q is 0, and the exact P is positive: only the computed e_P is rounded to 0. The
-    # term and the divergence are infinite.
-    of_none = jnp.where(u == jnp.inf, jnp.inf, 0.0)
+    # If e_P is 0, the term e_P * u is 0, although u may be infinite. There is one exception: Q is 0
+    # (d_Q is -inf) and the exact P is positive (d_P is finite, so u is +inf): only the computed e_P
+    # is rounded to 0. The term and the divergence are infinite. u is +inf, too, if its
+    # multiplication by f overflows. d_Q is then finite.
+    of_none = jnp.where((u == jnp.inf) & (depth_q == -jnp.inf), jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
     difference = jnp.where(jnp.abs(u) < _SMALL, e_p * near, e_q - e_p)
@@ -302,15 +307,16 @@ def _terms(
 
 def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums:
     """Return the sums relative to new maxima, which must be at least as large as the old ones."""
-    below_p, below_q = finite(sums.m_p - m_p), finite(sums.m_q - m_q)
-    r_p = numerics.exp_of_term(below_p, times=pair.p.logit_factor)
-    r_q = numerics.exp_of_term(below_q, times=pair.q.logit_factor)
-    a = (sums.a + sums.s_p * pair.difference(below_p, below_q)) * r_p
-    # If the sum a is infinite, it must stay infinite. Without the next line, the result would be
-    # NaN if r_p is 0.
+    below_p, below_q = sums.m_p - m_p, sums.m_q - m_q
+    r_p = numerics.exp_of_term(below_p, times=factor(pair.p))
+    r_q = numerics.exp_of_term(below_q, times=factor(pair.q))
+    s_p = sums.s_p * r_p
+    # If s_p is 0, so is a, although the difference may be infinite or NaN. If the sum a is
+    # infinite, it must stay infinite.
+    a = jnp.where(s_p > 0, sums.a * r_p + s_p * pair.difference(below_p, below_q), 0.0)
     a = jnp.where(sums.a == jnp.inf, jnp.inf, a)
     b = sums.b * r_p + sums.s_q * (r_q - r_p)
-    return _Sums(m_p, m_q, sums.s_p * r_p, sums.s_q * r_q, a, b)
+    return _Sums(m_p, m_q, s_p, sums.s_q * r_q, a, b)
 
 
 def _of_warps(sums: _Sums, pair: _Pair) -> _Sums:
@@ -369,6 +375,7 @@ def kl_divergence_bwd(
         None,
         numbers,
         _gradient,
+        residuals.logits_scale,
     )
 
 

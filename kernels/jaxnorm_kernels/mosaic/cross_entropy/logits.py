@@ -2,8 +2,11 @@
 
 With a = logits_scale and c = logit_softcap:
 
-    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a softcap
-    g = x                f = a    dz / dx = a                without a softcap
+    g = tanh(a x / c)    f = c      dz / dx = a (1 - g^2)      with a softcap
+    g = sign(a) x        f = |a|    dz / dx = a                without a softcap
+
+The scale is a number, or an array with a number for each row. In the second case, functions of a
+kernel take the spec of a row (see `of_row`), whose `logits_scale` is a traced scalar.
 
 Kernels compute maxima and differences from g. They multiply by f only in exponents and results, as
 the XLA implementation does.
@@ -21,20 +24,53 @@ from jaxnorm_kernels.specs import Spec
 # is 0. If t were lower (such as -inf), t or t * sum could be infinite, and the product 0 * inf
 # would be NaN. With the limit, the product is 0.
 _FAR = -1e20
+# The smallest normal float32. A GPU may replace smaller numbers by 0.
+_TINY = 2.0**-126
+
+
+def of_row(spec: Spec, scale: jax.Array | None) -> Spec:
+    """Return the spec of a row whose logits are multiplied by `scale`, a traced scalar.
+
+    If `scale` is None, return `spec` itself. A spec with a traced scalar can be neither hashed nor
+    compared, so it must not be passed to functions that cache their results.
+    """
+    return spec if scale is None else spec.replaced(logits_scale=scale)
+
+
+def _scale(spec: Spec) -> float | jax.Array:
+    return spec.logits.logits_scale
+
+
+def factor(spec: Spec) -> float | jax.Array:
+    """Return f, the number by which g(x) is multiplied.
+
+    It is positive, even for a traced scale of 0: the product of 0 and a masked logit of -inf would
+    be NaN. All other logits are then nearly 0.
+    """
+    if spec.loss.logit_softcap is not None:
+        return spec.loss.logit_softcap
+    scale = _scale(spec)
+    return jnp.maximum(jnp.abs(scale), _TINY) if isinstance(scale, jax.Array) else scale
+
+
+def _times(factor: float | jax.Array, v: jax.Array) -> jax.Array:
+    is_one = not isinstance(factor, jax.Array) and factor == 1
+    return v if is_one else jnp.float32(factor) * v
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
     """Compute g, the logits before the multiplication by f, in float32.
 
-    The logits of the loss are z = f * g(x). Without a softcap, g(x) is x. With a softcap, it is
-    tanh(x * logits_scale / logit_softcap). x is an array of logits, or the scalar logit of the
-    label. For float32 logits, the absolute error of tanh is at most 2 ulp of 1. Arrays of 16-bit
-    logits use a faster tanh. With the accurate tanh, the forward pass reached only 0.47 of a copy's
-    bandwidth (H200).
+    The logits of the loss are z = f * g(x). Without a softcap, g(x) is x, or -x if the scale is an
+    array's negative element. With a softcap, it is tanh(x * logits_scale / logit_softcap). x is an
+    array of logits, or the scalar logit of the label. For float32 logits, the absolute error of
+    tanh is at most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh. With the accurate tanh,
+    the forward pass reached only 0.47 of a copy's bandwidth (H200).
     """
+    scale = _scale(spec)
     if spec.loss.logit_softcap is None:
-        return x
-    times = spec.logits.logits_scale / spec.loss.logit_softcap
+        return x * jnp.where(scale < 0, -1.0, 1.0) if isinstance(scale, jax.Array) else x
+    times = scale / spec.loss.logit_softcap
     if spec.x_dtype.itemsize == 2 and x.ndim:
         return threads.tanh(x, times)
     return jnp.tanh(x * jnp.float32(times))
@@ -46,7 +82,7 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
     If `difference` is the difference of two values of g, the result is the difference of the two
     logits z.
     """
-    return difference if spec.logit_factor == 1 else jnp.float32(spec.logit_factor) * difference
+    return _times(factor(spec), difference)
 
 
 def finite(exponent: jax.Array) -> jax.Array:
@@ -72,7 +108,7 @@ def probability(
         log_p = f_times(depth, spec) - log_sum
         return jnp.exp(log_p), log_p, 1.0
     log2_e = math.log2(math.e)
-    log_p = depth * (spec.logit_factor * log2_e) - log_sum * log2_e
+    log_p = depth * (factor(spec) * log2_e) - log_sum * log2_e
     return numerics.exp2(log_p), log_p, 1 / log2_e
 
 
@@ -80,4 +116,4 @@ def times_slope(dz: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
     """Return the gradient of x, given the gradient `dz` of the logits z = f * g(x)."""
     if spec.loss.logit_softcap is not None:
         dz = dz * ((1 - g) * (1 + g))
-    return dz if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * dz
+    return _times(_scale(spec), dz)

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands
+from jaxnorm_kernels.mosaic.cross_entropy.logits import of_row
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, present
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -190,6 +191,7 @@ class LossRow:
       index: index of the row.
       exchange: the exchange of sums between all warps that share the row.
       scratch: the shared memory and barriers of the exchange.
+      scale: the number by which the row's logits are multiplied, if each row has such a number.
     """
 
     spec: Spec
@@ -197,6 +199,12 @@ class LossRow:
     index: Any
     exchange: Gather
     scratch: Sequence[Any]
+    scale: jax.Array | None = None
+
+    @property
+    def scaled(self) -> Spec:
+        """The spec for the computations with this row's logits; see `of_row`."""
+        return of_row(self.spec, self.scale)
 
     def steps(self, *, padded: bool = False) -> Steps:
         """Return the steps of this warpgroup. If `padded`, they contain the columns of padding."""
@@ -220,6 +228,7 @@ class LossRow:
 def launch_forward(
     spec: Spec,
     schedule: LossForwardSchedule,
+    scale: jax.Array | None,
     operands: Sequence[jax.Array | None],
     compute: Callable[[LossRow, Sequence[Ref], Sequence[Ref]], None],
     *,
@@ -231,7 +240,8 @@ def launch_forward(
     If the backward pass is part of the kernel, the gradient of x precedes these arrays.
 
     Args:
-      operands: the operands; None stands for an absent operand. The first one is x.
+      scale: the scale of each row's logits, or None if the scale is a number.
+      operands: the other operands; None stands for an absent operand. The first one is x.
       compute: ``compute(row, operand_refs, result_refs)`` processes a `LossRow`. `operand_refs` is
         a list with a ref for each operand that is present. `result_refs` is a list with a ref for
         each returned array. `compute` must call either ``row.gather(...)`` or ``row.skip()``, and
@@ -239,7 +249,7 @@ def launch_forward(
       results: the number of returned arrays that have one float32 number per row.
       sums: the number of sums that each warp contributes to ``row.gather``.
     """
-    arrays = present(*operands)
+    arrays = present(*operands, scale)
     gather = Gather(schedule.warpgroups, schedule.cluster, values=sums)
     scratch_types = gather.scratch()
     outputs: list[tuple[tuple[int, ...], np.dtype]] = [((spec.rows,), _F32)] * results
@@ -247,13 +257,19 @@ def launch_forward(
     if spec.returns_both and not overwritten:
         outputs = [((spec.rows, spec.cols), spec.dx_dtype), *outputs]
 
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    count = len(arrays)
+
     def body(*refs: Ref) -> None:
         last = len(refs) - len(scratch_types)
-        operand_refs, scratch = refs[: len(arrays)], refs[last:]
-        result_refs = refs[len(arrays) : last]
+        operand_refs, scratch = refs[:count], refs[last:]
+        result_refs = refs[count:last]
         if len(result_refs) < results + spec.returns_both:  # The gradient overwrites x.
             result_refs = (operand_refs[0], *result_refs)
         row = LossRow(spec, schedule, lax.axis_index(BLOCK), gather, scratch)
+        if scale is not None:
+            *operand_refs, scales = operand_refs
+            row = dataclasses.replace(row, scale=load(scales.at[row.index], None))
         gather.open(scratch)
         compute(row, operand_refs, result_refs)
 
@@ -327,6 +343,11 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
     return jnp.where(fits, label.astype(jnp.int32), -1)
 
 
+def is_class(label: jax.Array, spec: Spec) -> jax.Array:
+    """Return a scalar bool: True if the label is the index of a class."""
+    return jnp.logical_and(label >= 0, label < spec.classes)
+
+
 # ------------------------------------------------------------------------------------- backward
 
 
@@ -367,6 +388,7 @@ def launch_backward(
     labels: jax.Array | None,
     numbers: Sequence[jax.Array],
     gradient: Callable[..., jax.Array],
+    scale: jax.Array | None,
 ) -> Operands:
     """Return the gradient of x.
 
@@ -379,21 +401,25 @@ def launch_backward(
         range of columns (see `Unit`). The function is not called for masked rows. It is called with
         positional arguments, in this order:
 
-        * the call's spec;
+        * the spec of the row (see `of_row`);
         * the elements of x in this unit, in float32;
         * the elements of the teacher's logits in this unit, in float32, only for a divergence;
         * the `Unit`;
         * the index of each element's column, relative to the unit's first column;
         * the row's `Label`, only if there are labels;
         * a list with the row's value of each array in `numbers`.
+      scale: the scale of each row's logits, or None if the scale is a number.
     """
     of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
-    arrays = present(*logits, labels, *numbers)
+    arrays = present(*logits, labels, *numbers, scale)
+
+    # JAX caches the traced body, so the body must not refer to traced arrays.
+    count, of_logits, has_label = len(arrays), len(logits), labels is not None
 
     def body(*refs: Ref) -> None:
-        operand_refs, (dx,) = refs[: len(arrays)], refs[len(arrays) :] or refs[:1]
-        logit_refs, others = operand_refs[: len(logits)], operand_refs[len(logits) :]
+        operand_refs, (dx,) = refs[:count], refs[count:] or refs[:1]
+        logit_refs, others = operand_refs[:of_logits], operand_refs[of_logits:]
         block = lax.axis_index(BLOCK)
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
@@ -402,10 +428,11 @@ def launch_backward(
             # (statistics, cotangents) right after them, so that all of them are in flight at the
             # same time.
             raw = [load_units(of_block, ref, row) for ref in logit_refs]
-            label = None if labels is None else read_label(others[0], row)
-            values = [load(ref.at[row], None) for ref in others[labels is not None :]]
+            label = read_label(others[0], row) if has_label else None
+            values = [load(ref.at[row], None) for ref in others[has_label:]]
             has_entry = values[1] != -jnp.inf
-            store_gradient(spec, of_block, raw, dx, row, label, values, gradient, has_entry)
+            scaled = of_row(spec, None if scale is None else values.pop())
+            store_gradient(scaled, of_block, raw, dx, row, label, values, gradient, has_entry)
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
         if of_rows.has_edges:

@@ -107,9 +107,9 @@ def launch(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     with launching.settings():
-        refs = [jax.new_ref(operand) for operand in operands[:overwritten]]
+        refs = [*map(launching.overwritable, operands[:overwritten])]
         results = kernel(*refs, *operands[overwritten:])
-        return (*[jax.freeze(ref) for ref in refs], *results)
+        return (*map(launching.overwritten, refs), *results)
 
 
 def present[T](*values: T | None) -> list[T]:

@@ -5,11 +5,12 @@ another block. So this module, the module `registers` and the package `rows` emi
 ``plgpu.inline_mgpu``. Pallas' exp2 takes four instructions; `numerics` registers a lowering rule
 for a faster one. All these modules import MLIR from here.
 
-Tested with jax 0.11.2 and 0.12.0.1. Any JAX release may change the private API. If a module or
-class has been removed, importing the kernels fails with the ImportError below. Then
-``implementation="mosaic"`` raises this error, and the default implementation warns and runs XLA's
-code (`jaxnorm.calls.backends`). If a function has been removed or changed, lowering a kernel fails.
-So run ``tests/mosaic`` first on a new version of JAX.
+Any JAX release may change the private API; `launching.TESTED` lists the tested versions. If a
+module or class has been removed, importing the kernels fails with the ImportError below. If a
+function has been removed or changed, lowering a kernel fails. In both cases, the default
+implementation warns and runs XLA's code, and ``implementation="mosaic"`` raises an error
+(`jaxnorm.calls.backends`). Changes that only XLA's compiler finds, or that change values, are not
+handled. So run ``tests/mosaic`` first on a new version of JAX.
 """
 
 import dataclasses
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from jaxnorm_kernels import launching
 
 try:
     from jax._src.lib.mlir import ir as ir
@@ -36,7 +39,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"jax {jax.__version__} lacks a private part of it that the Mosaic GPU kernels are made "
-        f"with; they were tried with jax 0.11.2 and 0.12.0.1: {error}"
+        f"with; they were tested with jax {' and '.join(launching.TESTED)}: {error}"
     ) from error
 
 # Number of threads per warp.

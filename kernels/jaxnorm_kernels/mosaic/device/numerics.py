@@ -52,7 +52,7 @@ def exp2(x: jax.Array) -> jax.Array:
     return jnp.exp2(x) if is_interpreted() else _exp2.bind(x)
 
 
-def exp_of_term(x: jax.Array, times: float = 1.0) -> jax.Array:
+def exp_of_term(x: jax.Array, times: float | jax.Array = 1.0) -> jax.Array:
     """Return exp(`times` * x), in one multiplication and one more instruction.
 
     `times` * x must not be positive. Use this function only for the terms of a sum whose largest

@@ -72,7 +72,7 @@ def spread(value: jax.Array, v: int) -> jax.Array:
     return copy(value)
 
 
-def tanh(unit: jax.Array, times: float) -> jax.Array:
+def tanh(unit: jax.Array, times: float | jax.Array) -> jax.Array:
     """Compute ``tanh(times * unit)`` with an absolute error of at most 8 ulp of 1.
 
     The formula is ``1 - 2 / (1 + exp(2 * times * unit))``. `_reciprocals` multiplies several of the

@@ -35,11 +35,20 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
-    """Multiply `z` by the softmax's scale.
-
-    This is used for the logits in the forward pass, and for their gradient in the backward pass.
-    """
+    """Multiply `z`, the gradient of the logits, by the softmax's scale."""
     return z if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * z
+
+
+def scaled_logits(x: jax.Array, spec: Spec) -> jax.Array:
+    """Multiply the logits x by the softmax's scale. The product is finite if x is finite.
+
+    Otherwise, a row that is masked by the lowest finite number would be -inf in all elements, and
+    its softmax would be NaN.
+    """
+    z, lowest = scaled(x, spec), np.finfo(np.float32).min
+    if not spec.scale_may_overflow:
+        return z
+    return jnp.minimum(jnp.maximum(z, jnp.minimum(x, lowest)), jnp.maximum(x, -lowest))
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:

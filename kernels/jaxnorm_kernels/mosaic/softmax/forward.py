@@ -21,7 +21,13 @@ from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import present, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
-from jaxnorm_kernels.mosaic.rows.logits import Place, each_fragment, first_row, has_places, scaled
+from jaxnorm_kernels.mosaic.rows.logits import (
+    Place,
+    each_fragment,
+    first_row,
+    has_places,
+    scaled_logits,
+)
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
@@ -55,7 +61,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
         (y_ref,) = refs.results
 
         def load(x: jax.Array) -> tuple[jax.Array]:
-            return (scaled(widen(x, tile.layout), spec),)
+            return (scaled_logits(widen(x, tile.layout), spec),)
 
         def finish(row: LoadedRow, place: Place | None) -> None:
             each = each_fragment if place is None else place.each
@@ -116,7 +122,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
     """Load z = scale * x + bias, with `SoftmaxOptions.masked_logit` in place of masked elements."""
     spec, layout = place.spec, place.tile.layout
-    z = [scaled(widen(v, layout), spec) for v in place.load(x)]
+    z = [scaled_logits(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.softmax.logits_bias_rows is not None:
         added = place.load_shared(bias, spec.softmax.logits_bias_rows)
         z = [v + b for v, b in zip(z, added)]
