@@ -322,7 +322,7 @@ def test_saved_arrays_of_models(name, is_scan):
     assert saved <= (most * LAYERS + 2) * x.nbytes
     plain, ours = (counts(jax.grad(f), params, x) for f in (loss, auto_remat(loss)))
     for costly in ("dot_general", "scan", "top_k", "sort"):
-        assert ours[costly] == plain[costly]
+        assert ours[costly] <= plain[costly]
 
 
 @pytest.mark.parametrize("name", sorted(remat_models.LAYERS.keys() - {"moe"}))
