@@ -78,7 +78,7 @@ def _of_program(
     def batch(
         axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, jaxpr: ClosedJaxpr, **params: Any
     ) -> tuple[list[jax.Array], Sequence[int | None]]:
-        if all(dim is None for dim in dims):  # JAX applies this rule then, too.
+        if all(dim is None for dim in dims):  # JAX also applies this rule then.
             return primitive.bind(*arrays, jaxpr=jaxpr, **params), [None] * len(jaxpr.out_avals)
         batched = jax.vmap(
             jaxpr_as_fun(jaxpr),
