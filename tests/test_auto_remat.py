@@ -503,3 +503,19 @@ def test_a_printed_plan():
     assert max(map(len, lines)) <= 100
     assert any("checkpoint_name" in line for line in lines)
     assert str(plan).splitlines()[0] in plan._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_unrolled_layers_need_less_memory(name, monkeypatch):
+    """XLA neither merges the passes of unrolled layers, nor recomputes all layers at once."""
+    monkeypatch.setitem(globals(), "LAYERS", 6)  # so that one layer is a small part
+    params, x = arguments_of_models()
+    loss = model(remat_models.LAYERS[name][0], False)
+    plan = jaxnorm.remat_plan(loss, params, x)
+
+    def temp(f):
+        return jax.jit(jax.grad(f)).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp(auto_remat(loss)) <= temp(loss) - (plan.default - plan.total)
+    least = auto_remat(loss, budget=plan.frontier[-1].bytes)
+    assert temp(least) < temp(auto_remat(loss))

@@ -29,7 +29,7 @@ def auto_remat[**P, T](
     With ``auto_remat``, the function saves the smallest set of arrays from which the others can be
     computed again, by a minimum cut of the graph of its operations. Without a budget, nothing
     costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop. Bodies
-    of scans, of branches and of ``jax.shard_map`` in the function are planned, too.
+    of scans, of branches and of ``jax.shard_map`` in the function are also planned.
 
     Values and derivatives are those of the function, up to rounding. The result can be transformed
     like the function: ``jax.jit``, ``jax.grad``, ``jax.vmap``, forward mode, ``jax.checkpoint``.

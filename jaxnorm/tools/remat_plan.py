@@ -21,7 +21,7 @@ class RematPoint(NamedTuple):
 
     Attributes:
       bytes: number of bytes that the function saves for its backward pass.
-      recompute: predicted time of recomputation, divided by that of the forward and backward pass.
+      recompute: predicted time of recomputation, divided by the time of both passes.
     """
 
     bytes: int
@@ -30,13 +30,13 @@ class RematPoint(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RematPlan:
-    """What a function saves with `auto_remat`. `str` returns a summary.
+    """The arrays that a function saves with `auto_remat`. `str` returns a summary.
 
     Attributes:
       saved: groups of equal arrays, the largest first, as `MemoryReport.rows`.
       total: number of bytes of all saved arrays, without arguments.
       default: number of bytes that JAX saves without `auto_remat`.
-      recompute: predicted time of recomputation, divided by that of the forward and backward pass.
+      recompute: predicted time of recomputation, divided by the time of both passes.
       frontier: points with falling bytes, from ``(default, 0)`` to the least possible bytes. Each
         point is an optimum: no plan has fewer bytes at the same recomputation.
         ``auto_remat(fun, budget=point.bytes)`` reaches it.
