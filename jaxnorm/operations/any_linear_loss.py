@@ -67,10 +67,10 @@ class Program:
 
 
 def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
-    """Evaluate a program. Programs that it calls by `jax.jit` are evaluated inline.
+    """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
 
-    The types of an inner `jax.jit` are those of one position outside `jax.shard_map`. Inside
-    `jax.shard_map`, they would not say over which mesh axes the arrays vary.
+    Inside `jax.shard_map`, the operands of an equation must vary over the same mesh axes. The
+    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline.
     """
     jaxpr = program.jaxpr
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays]))
@@ -84,7 +84,8 @@ def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
             results: Any = _evaluated(equation.params["jaxpr"], *operands)
         else:
             params = equation.primitive.get_bind_params(equation.params)
-            results = equation.primitive.bind(*operands, **params)
+            operands = [jnp.asarray(a) if isinstance(a, np.generic) else a for a in operands]
+            results = equation.primitive.bind(*sharding.vary_alike(operands), **params)
             results = results if equation.primitive.multiple_results else [results]
         values |= zip(equation.outvars, results)
     return [*map(value, jaxpr.outvars)]
@@ -374,6 +375,13 @@ class _ProgramRules(LossRules):
     """The JAX rules of `linear_loss`."""
 
     chunks = _ProgramChunks
+    # The equations of a traced function do not say over which mesh axes arrays vary.
+    check_vma = False
+
+    def lower(self, head: LinearProgram, ctx: Any, *arrays: Any) -> Any:  # type: ignore[override]
+        """Lower a pass; inside the user's `jax.shard_map`, without the mesh axes of types."""
+        plain = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in]
+        return super().lower(head, ctx.replace(avals_in=plain), *arrays)
 
     def types(self, head: LinearProgram, *avals: Any) -> list[Any]:  # type: ignore[override]
         by_name, mesh = dict(zip(head.primals, avals)), sharding.mesh_of(avals)
