@@ -627,7 +627,9 @@ def _traced(
         return results
 
     types = [jax.ShapeDtypeStruct(a.shape[lead:], a.dtype) for a in leaves]
-    traced = jax.make_jaxpr(run)(logits, *types)
+    # Trace without a mesh: types of one position with a mesh would be wrong on a shard.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        traced = jax.make_jaxpr(run)(logits, *types)
     jaxpr = traced.jaxpr
     invars = [*jaxpr.invars, *jaxpr.constvars]
     program = Program(ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), []), len(leaves))
