@@ -247,7 +247,8 @@ class _ProgramChunks(Chunks):
             logits, arrays = self.of_chunk(rows)
             function = self.inexact_results(arrays, wanted)
             ys, pullback = jax.vjp(function, logits, *(arrays[name] for name in wanted))
-            cts = [rows.of(ct).astype(y.dtype) for ct, y in zip(cotangents, ys)]
+            # Rows that also belong to the next chunk count there.
+            cts = [rows.unmasked(rows.of(ct)).astype(y.dtype) for ct, y in zip(cotangents, ys)]
             cts = sharding.vary_alike([*ys, *cts])[len(ys) :]
             dlogits, *others = pullback([*cts])
             dlogits, x = rows.unmasked(dlogits), rows.of_x(self.x)

@@ -199,7 +199,7 @@ class LinearLossCall:
         """
         if self.direction != "fwd" or self.reduction == "none":
             return self
-        return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
+        return self.with_gradients([n for n, u in zip(self.returns, used) if u and n in self.wrt])
 
     def rowwise(self) -> "LinearLossCall":
         """Return the forward pass that returns the loss of each row instead of a mean or a sum."""
