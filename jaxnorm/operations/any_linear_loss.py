@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import NamedSharding
 
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors
@@ -70,7 +71,9 @@ def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
     """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
 
     Inside `jax.shard_map`, the operands of an equation must vary over the same mesh axes. The
-    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline.
+    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline. The
+    shardings that equations name are those of arrays that the function closes over; they are
+    dropped, because shards have none.
     """
     jaxpr = program.jaxpr
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays]))
@@ -82,8 +85,13 @@ def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
         operands = [*map(value, equation.invars)]
         if equation.primitive.name in ("jit", "pjit"):
             results: Any = _evaluated(equation.params["jaxpr"], *operands)
+        elif equation.primitive.name == "reshard":
+            results = operands
         else:
-            params = equation.primitive.get_bind_params(equation.params)
+            params = {
+                key: None if isinstance(param, NamedSharding) else param
+                for key, param in equation.primitive.get_bind_params(equation.params).items()
+            }
             operands = [jnp.asarray(a) if isinstance(a, np.generic) else a for a in operands]
             results = equation.primitive.bind(*sharding.vary_alike(operands), **params)
             results = results if equation.primitive.multiple_results else [results]
