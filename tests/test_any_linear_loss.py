@@ -325,9 +325,7 @@ def test_shard_map(check_vma):
     def on_shard(*shards):
         return jax.lax.psum(ours(*shards, chunk=3, reduction="sum"), ("a", "b"))
 
-    run = jax.shard_map(
-        on_shard, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
-    )
+    run = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
     got = jax.tree.map(np.asarray, jax.jit(gradients(run))(*arrays))
     theirs = gradients(plain, reduction="sum")
     assert_computes(got, theirs, *arrays, like=gradients(ours, reduction="sum"))
@@ -346,7 +344,11 @@ def label_logit(logits, label):
     ("call", "error", "message"),
     [
         (lambda: linear_loss(X, X, W), TypeError, "fun has type .*; expected a function"),
-        (lambda: linear_loss(lambda z: z, X, W), ValueError, r"fun returns an array of shape \(6,\)"),
+        (
+            lambda: linear_loss(lambda z: z, X, W),
+            ValueError,
+            r"fun returns an array of shape \(6,\)",
+        ),
         (lambda: linear_loss(lambda z: (z[0], z[1]), X, W), ValueError, "fun returns 2 arrays"),
         (
             lambda: linear_loss(lambda z: None, X, W, reduction="none"),

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal  # type: ignore[attr-defined]
 from jax.sharding import NamedSharding
 
 from jaxnorm.meshes import sharding
@@ -76,7 +76,9 @@ def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
     dropped, because shards have none.
     """
     jaxpr = program.jaxpr
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays]))
+    values: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays])
+    )
 
     def value(v: Any) -> Any:
         return v.val if isinstance(v, Literal) else values[v]
@@ -139,9 +141,8 @@ class LinearProgram(LinearLossCall):
 
     @property
     def primals(self) -> tuple[str, ...]:
-        return ("x", "weight", *["bias"] * self.has_bias, *["where"] * self.has_where) + (
-            self.of_program
-        )
+        bias, where = ["bias"] * self.has_bias, ["where"] * self.has_where
+        return ("x", "weight", *bias, *where, *self.of_program)
 
     def _kind(self, name: str) -> Kind:
         kinds: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "bias"}
@@ -203,8 +204,8 @@ class _ProgramChunks(Chunks):
             results = self.results(logits, arrays)
             return {name: rows.put(carry[name], y) for name, y in zip(carry, results)}
 
-        results = self.loop(step, self.empty_results())
-        results = [self.masked(results[name]) for name in head.outputs]
+        by_name = self.loop(step, self.empty_results())
+        results = [self.masked(by_name[name]) for name in head.outputs]
         return [self.total(results[0])] if head.reduction != "none" else results
 
     def backward(self) -> list[jax.Array]:
@@ -257,8 +258,7 @@ class _ProgramChunks(Chunks):
             ys, pullback = jax.vjp(function, logits, *(arrays[name] for name in wanted))
             # Rows that also belong to the next chunk count there.
             cts = [rows.unmasked(rows.of(ct)).astype(y.dtype) for ct, y in zip(cotangents, ys)]
-            cts = sharding.vary_alike([*ys, *cts])[len(ys) :]
-            dlogits, *others = pullback([*cts])
+            dlogits, *others = pullback([*sharding.vary_alike([*ys, *cts])[len(ys) :]])
             dlogits, x = rows.unmasked(dlogits), rows.of_x(self.x)
             carried = {"y0": rows.put(carry["y0"], ys[0])} if makes_losses else {}
             sums: Carry = {}
@@ -271,18 +271,19 @@ class _ProgramChunks(Chunks):
                     sums[name] = rows.if_any(gradient).astype(wide)
             if "bias" in head.wrt:
                 sums["bias"] = jnp.sum(dlogits, 0, dtype=self.wide)
-            shares = largest = None
+            sizes = largest = None
             if is_narrow:
                 # Divide each row by a power of two, so that small gradients do not underflow.
                 sizes, largest = _powers_of_two(jnp.max(jnp.abs(dlogits), -1, initial=0))
-                dlogits, shares = dlogits / sizes[:, None], (sizes / largest)[:, None]
+                dlogits = dlogits / sizes[:, None]
             dlogits = self.padded(dlogits, self.dtype)
             if "x" in head.wrt:
                 dx = self.dot(dlogits, self.factor, (1, 1), self.wide if is_narrow else dtypes["x"])
-                dx = dx if shares is None else largest * shares * dx
+                dx = dx if sizes is None else sizes[:, None] * dx
                 carried["x"] = rows.put(carry["x"], dx.astype(dtypes["x"]))
             if "weight" in head.wrt:
-                x = x if shares is None else shares * x.astype(self.wide)
+                if sizes is not None and largest is not None:
+                    x = (sizes / largest)[:, None] * x.astype(self.wide)
                 dw = self.dot(x.astype(self.dtype), dlogits, (0, 0), sum_dtype)
                 sums["weight"] = dw if largest is None else largest * dw
             return carried | {n: carry[n] + a if n in carry else a for n, a in sums.items()}
@@ -383,7 +384,7 @@ def _powers_of_two(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
 class _ProgramRules(LossRules):
     """The JAX rules of `linear_loss`."""
 
-    chunks = _ProgramChunks
+    chunks: type[Chunks] = _ProgramChunks
     # The equations of a traced function do not say over which mesh axes arrays vary.
     check_vma = False
 
@@ -586,7 +587,9 @@ def linear_loss(
 
 def _row(positions: tuple[int, ...], leaf: Any) -> jax.Array:
     """Convert an array of ``rows``, and check that its leading axes are the positions."""
-    array = leaf if isinstance(leaf, jax.Array) else checks.any_array(NAME, "an array in rows", leaf)
+    array = (
+        leaf if isinstance(leaf, jax.Array) else checks.any_array(NAME, "an array in rows", leaf)
+    )
     if array.shape[: len(positions)] != positions:
         raise ValueError(
             f"{NAME}: an array in rows has shape {array.shape}; expected leading axes {positions}, "
@@ -622,7 +625,9 @@ def _traced(
         results = [checks.any_array(NAME, "fun's result", y) for y in results]
         shapes = [y.shape for y in results]
         if reduction != "none" and shapes != [()]:
-            given = f"an array of shape {shapes[0]}" if len(shapes) == 1 else f"{len(shapes)} arrays"
+            given = (
+                f"an array of shape {shapes[0]}" if len(shapes) == 1 else f"{len(shapes)} arrays"
+            )
             raise ValueError(
                 f"{NAME}: fun returns {given}; expected a scalar, the loss of one position, for "
                 f'reduction="{reduction}"; pass reduction="none" for other results'

@@ -37,7 +37,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
@@ -64,9 +64,9 @@ OF_LOGITS: dict[Function, OfLogits] = {
     "linear_kl_divergence": "kl_divergence",
 }
 #: The kind of an operand or a result. A "row" array has one number per row, a "candidate" array has
-#: k numbers per row, for k labels; in `linear_loss`, a "row" array may have further axes, and a
-#: "shared" array is used by all rows. A "total" is a mean or a sum. The kind "bias" is used for `bias`
-#: and for `teacher_bias`.
+#: k numbers per row, for k labels. A "total" is a mean or a sum. The kind "bias" is used for `bias`
+#: and for `teacher_bias`. In `linear_loss`, a "row" array may have further axes, and all rows use a
+#: "shared" array.
 Kind = Literal[
     "x",
     "weight",
@@ -175,11 +175,11 @@ class LinearLossCall:
         results = (name for name in operation.results if name in operation.keeps)
         return (*operation.statistics, *results)
 
-    def replaced(self, **changes: Any) -> "LinearLossCall":
+    def replaced(self, **changes: Any) -> Self:
         """Return the call with these fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def with_gradients(self, wrt: Sequence[str]) -> "LinearLossCall":
+    def with_gradients(self, wrt: Sequence[str]) -> Self:
         """Return the forward pass that also returns gradients with respect to the operands `wrt`.
 
         This call must be a forward pass that returns a mean or a sum.

@@ -690,7 +690,8 @@ class Rows:
         """
         if self.counted is None:
             return part
-        row = lax.dynamic_index_in_dim(part, jnp.argmax(self.counted), 0)
+        first = lax.argmax(self.counted, 0, jnp.int32)
+        row = lax.dynamic_index_in_dim(part, first, 0)
         row = self.if_any(row) if jnp.issubdtype(part.dtype, jnp.inexact) else row
         return jnp.where(_like(self.counted, part), part, row)
 

@@ -39,7 +39,7 @@ class LossRules(Rules[LinearLossCall]):
     """The JAX rules of the linear losses."""
 
     static = "head"
-    chunks = linear_loss_chunks.Chunks
+    chunks: type[linear_loss_chunks.Chunks] = linear_loss_chunks.Chunks
 
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Return the types of a call's results.
@@ -328,7 +328,7 @@ def _without_left_out_rows(
         return tangents
 
     def of_counted(along: jax.Array) -> jax.Array:
-        counts = counted(where).reshape(*where.shape, *[1] * (along.ndim - where.ndim))
+        counts = jnp.expand_dims(counted(where), range(where.ndim, along.ndim))
         counts = jnp.broadcast_to(counts, along.shape)
         counts, along = sharding.vary_alike([counts, along])
         return jnp.where(sharding.lie_alike(counts, along), along, 0)
