@@ -210,10 +210,15 @@ def _linear(function, **options):
     )
 
 
-def loss_of_a_position(logits, label):
+def focal_loss(logits, label, losses=_cross_entropy):
     """Compute a focal loss from the logits and the label of one position."""
-    loss = jax.nn.logsumexp(logits) - logits[label]
+    loss = losses(logits, label)
     return loss * jnp.exp(-loss)
+
+
+plain_focal_loss = functools.partial(
+    focal_loss, losses=lambda logits, label: jax.nn.logsumexp(logits) - logits[label]
+)
 
 
 def of_positions(fun, logits, labels, counts):
@@ -408,15 +413,15 @@ FUNCTIONS = {
         "x weight feature_bias candidates counts",
     ),
     "linear_loss": Function(
-        functools.partial(_any_linear, loss_of_a_position),
+        functools.partial(_any_linear, focal_loss),
         lambda x, w, b, labels, counts: (
-            of_positions(loss_of_a_position, x @ w + b, labels, counts).sum() / counts.sum()
+            of_positions(plain_focal_loss, x @ w + b, labels, counts).sum() / counts.sum()
         ),
         "x weight feature_bias labels counts",
     ),
     "linear_loss of rows": Function(
-        functools.partial(_any_linear, loss_of_a_position, reduction="none"),
-        lambda x, w, b, labels, counts: of_positions(loss_of_a_position, x @ w + b, labels, counts),
+        functools.partial(_any_linear, focal_loss, reduction="none"),
+        lambda x, w, b, labels, counts: of_positions(plain_focal_loss, x @ w + b, labels, counts),
         "x weight feature_bias labels counts",
     ),
     "linear_kl_divergence": Function(
