@@ -346,6 +346,7 @@ def _composed_tangent(
     norm: Call,
     layer: _Linear,
     names: tuple[str, ...],
+    y: jax.Array,
     arrays: Sequence[jax.Array],
     tangents: Sequence[Any],
 ) -> jax.Array:

@@ -124,7 +124,11 @@ def dot(options: Dot, result: np.dtype, h: jax.Array, weight: jax.Array) -> jax.
 
 
 def _dot_tangent(
-    options: Dot, result: np.dtype, arrays: Sequence[jax.Array], tangents: Sequence[Any]
+    options: Dot,
+    result: np.dtype,
+    z: jax.Array,
+    arrays: Sequence[jax.Array],
+    tangents: Sequence[Any],
 ) -> jax.Array | None:
     (h, weight), (dh, dweight) = arrays, tangents
     terms = []
@@ -139,6 +143,7 @@ def _product_tangent(
     f: Callable[..., jax.Array],
     options: Dot,
     result: np.dtype,
+    z: jax.Array,
     arrays: Sequence[jax.Array],
     tangents: Sequence[Any],
 ) -> jax.Array | None:
@@ -182,6 +187,7 @@ def activated(
 
 def _activated_tangent(
     activation: Callable[[jax.Array], jax.Array],
+    y: jax.Array,
     arrays: Sequence[jax.Array],
     tangents: Sequence[Any],
 ) -> jax.Array | None:

@@ -283,7 +283,7 @@ def attention_weights(
     )  # fmt: skip
     (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
     # JAX must see y's own derivative, although it is replaced: it names y for `jax.checkpoint`.
-    return with_tangent((_narrow_tangent, call, precision), y, y, query, key, mask, bias)
+    return with_tangent((_narrow_tangent, call, precision), y, query, key, mask, bias)
 
 
 def logits_of(
@@ -308,14 +308,14 @@ def logits_of(
 
 
 def _narrow_tangent(
-    call: Call, precision: Any, arrays: Sequence[Any], tangents: Sequence[Any]
+    call: Call, precision: Any, y: jax.Array, arrays: Sequence[Any], tangents: Sequence[Any]
 ) -> jax.Array | None:
     """Return the tangent of attention weights, computed from those of query, key and bias.
 
     Its transpose computes the logits' cotangent in the dtype of the query. With the derivative of
     the matmul and the softmax, it would be float32.
     """
-    (y, query, key, mask, bias), (_, dquery, dkey, _, dbias) = arrays, tangents
+    (query, key, mask, bias), (dquery, dkey, _, dbias) = arrays, tangents
     terms = []
     if dquery is not None:
         terms.append(logits_of(precision, dquery, key, query.dtype))

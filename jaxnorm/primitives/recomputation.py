@@ -58,9 +58,10 @@ def with_tangent(rule: tuple[Any, ...], y: jax.Array, *arrays: Any) -> jax.Array
     derivative that is replaced.
 
     Args:
-      rule: a function and its first arguments, which are static. The function also takes the tuple
-        `arrays`, and a tuple of their tangents, in which None stands for a zero. It returns y's
-        tangent, or None for a zero.
+      rule: a function and its first arguments, which are static. The function also takes y, the
+        tuple `arrays`, and a tuple of their tangents, in which None stands for a zero. It returns
+        y's tangent, or None for a zero. Its y is the result of `with_tangent`: if it were the
+        argument, JAX would save y twice, for the tangent and for the users of the result.
       y: an array.
       arrays: the arrays, or None, from whose tangents the tangent of y is computed.
     """
@@ -73,9 +74,9 @@ def _(rule: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]) ->
     (y, *arrays), (_, *along) = primals, tangents
     function, *static = rule
     along = [None if isinstance(t, SymbolicZero) else t for t in along]
-    dy = function(*static, tuple(arrays), tuple(along))
-    zero = SymbolicZero(jax.typeof(y).to_tangent_aval())
-    return with_tangent(rule, y, *arrays), zero if dy is None else dy
+    result = with_tangent(rule, y, *arrays)
+    dy = function(*static, result, tuple(arrays), tuple(along))
+    return result, SymbolicZero(jax.typeof(y).to_tangent_aval()) if dy is None else dy
 
 
 # ------------------------------------------------------------------------------- functions
@@ -110,7 +111,12 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 
 
 def _tangent(
-    jaxpr: ClosedJaxpr, start: int, end: int, arrays: Sequence[Any], tangents: Sequence[Any]
+    jaxpr: ClosedJaxpr,
+    start: int,
+    end: int,
+    y: jax.Array,
+    arrays: Sequence[Any],
+    tangents: Sequence[Any],
 ) -> jax.Array | None:
     """Return the tangent of a program's result; `rows` are the arrays from `start` to `end`."""
     terms = []

@@ -210,7 +210,9 @@ class Rules[P: Pass](abc.ABC):
     def _needs(self, call: P, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
         """Return, for each result of a pass, a bool for each operand: whether it depends on it."""
         avals = [jax.ShapeDtypeStruct(*of_operand) for of_operand in types]
-        jaxpr = jax.make_jaxpr(functools.partial(self.plain, call))(*avals).jaxpr
+        # The call runs on whole arrays here, whatever mesh the caller has set.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            jaxpr = jax.make_jaxpr(functools.partial(self.plain, call))(*avals).jaxpr
         every = range(len(jaxpr.outvars))
         return [partial_eval.dce_jaxpr(jaxpr, [i == j for j in every])[1] for i in every]
 

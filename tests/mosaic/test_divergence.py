@@ -60,8 +60,8 @@ def forward_and_backward(module, specs, schedule=None):
     forward, backward = specs
     scheduled = {} if schedule is None else {"schedule": schedule}
 
-    def both(x, teacher, d, **others):
-        given = Operands(x, teacher_logits=teacher, **others)
+    def both(x, teacher, d, positions=None, **others):
+        given = Operands(x, teacher_logits=teacher, positions=positions, **others)
         results = module.forward(given, forward, **scheduled)
         saved = {"teacher_logits": teacher, "logits_scale": given.logits_scale}
         residuals = Residuals(x, stats=results.stats, y=results.y, **saved)
@@ -84,8 +84,8 @@ def in_one_kernel(module, specs, schedule=None, dtype=None):
     """
     spec = both_spec(specs[0], dtype or specs[0].x_dtype)
 
-    def both(x, teacher, d, **others):
-        given = Operands(x, teacher_logits=teacher, **others)
+    def both(x, teacher, d, positions=None, **others):
+        given = Operands(x, teacher_logits=teacher, positions=positions, **others)
         results, gradients = module.both(given, Results(d), spec, schedule=schedule)
         return results.y, gradients.x
 
