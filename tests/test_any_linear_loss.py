@@ -222,6 +222,42 @@ def test_any_pytree_of_results():
     assert run(x[:0, 0], weight)["top"].shape == (0, 3)
 
 
+def of_a_scan(logits, shift):
+    return jax.lax.scan(lambda total, z: (total + (z - shift) ** 2, None), 0.0, logits)[0]
+
+
+def of_a_condition(logits, shift):
+    return jax.lax.cond(logits[0] > 0, jnp.sum, lambda z: jnp.sum((z - shift) ** 2), logits)
+
+
+def of_a_custom_derivative(logits, shift):
+    return jnp.sum(jax.nn.relu(logits - shift)) + jnp.logaddexp(logits[0], logits[1])
+
+
+@eight_devices
+@pytest.mark.parametrize("fun", [of_a_scan, of_a_condition, of_a_custom_derivative])
+def test_functions_with_inner_programs(fun):
+    """`fun` may have loops, conditions and custom derivatives, also inside of `jax.shard_map`."""
+    x, weight, *_ = operands()
+
+    def mean(x, weight):
+        return linear_loss(lambda z: fun(z, 0.5), x, weight, chunk=3)
+
+    def theirs(x, weight):
+        return jnp.mean(jax.vmap(jax.vmap(lambda z: fun(z, 0.5)))(x @ weight))
+
+    def on_mesh(x, weight):
+        return jax.lax.pmean(mean(x, weight), ("a", "b"))
+
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.shard_map(on_mesh, mesh=mesh, in_specs=(P("a", "b"), P()), out_specs=P())
+    expected = jax.value_and_grad(theirs, (0, 1))
+    like = jax.value_and_grad(mean, (0, 1))
+    for function in (mean, sharded):
+        got = jax.jit(jax.value_and_grad(function, (0, 1)))(x, weight)
+        assert_computes(jax.tree.map(np.asarray, got), expected, x, weight, like=like)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="sizes of the CPU's program")
 @pytest.mark.parametrize("wrap", ["forward", "gradient", "jvp", "checkpoint", "vmap"])
 @each_reduction
@@ -359,6 +395,11 @@ def label_logit(logits, label):
             lambda: linear_loss(label_logit, X, W, LABELS[:3]),
             ValueError,
             r"an array in rows has shape \(3,\); expected leading axes \(4,\)",
+        ),
+        (
+            lambda: linear_loss(lambda z: (jax.debug.print("{}", z), z[0])[1], X, W),
+            ValueError,
+            "fun has side effects",
         ),
         (lambda: linear_loss(jnp.sum, X, W[:7]), ValueError, r"weight has shape \(7, 6\)"),
         (lambda: linear_loss(jnp.sum, X, W, bias=X[0]), ValueError, "bias has shape"),

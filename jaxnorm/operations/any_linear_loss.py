@@ -486,7 +486,7 @@ def linear_loss(
       fun: function of one position's logits, and of one position's part of each of ``rows``. The
         logits are float32 (float64 for float64 matmuls), without rounding. For ``"mean"`` and
         ``"sum"``, it returns a scalar; for ``"none"``, any pytree of arrays. It may close over
-        arrays. It must be free of side effects.
+        arrays.
       x: array (..., d) with any number of positions; bfloat16, float16, float32 or float64.
       weight: array (d, V); any of these dtypes.
       rows: pytrees of arrays whose leading axes are the positions, the axes of x without the last.
@@ -529,7 +529,8 @@ def linear_loss(
       TypeError: ``fun`` is not callable, the dtype of x, weight or bias, or ``dtype``, is not a
         supported float dtype, ``where`` has an integer dtype, ``rows`` or ``fun``'s result have
         complex numbers, or ``chunk`` is not an integer.
-      ValueError: the shape of an array or of ``fun``'s result, ``reduction`` or ``chunk`` is wrong.
+      ValueError: the shape of an array or of ``fun``'s result, ``reduction`` or ``chunk`` is wrong,
+        or ``fun`` has side effects, such as `jax.debug.print`.
 
     Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
     computation of gradients in the forward pass's loop over chunks.
@@ -645,6 +646,12 @@ def _traced(
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = jax.make_jaxpr(run)(logits, *types)
     jaxpr = traced.jaxpr
+    effects = {type(effect).__name__ for effect in jaxpr.effects} - {"NamedAxisEffect"}
+    if effects:
+        raise ValueError(
+            f"{NAME}: fun has side effects ({', '.join(sorted(effects))}); expected a function "
+            'without any; return the array with reduction="none", and print it after the call'
+        )
     invars = [*jaxpr.invars, *jaxpr.constvars]
     program = Program(ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), []), len(leaves))
     shared = [*map(jnp.asarray, traced.consts)]
