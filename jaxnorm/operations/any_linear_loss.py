@@ -175,6 +175,7 @@ class _ProgramChunks(Chunks):
         self.rows, self.classes = len(self.x), self.weight.shape[1]
         self.padding = -self.classes % linear_loss_chunks.COLUMNS
         self.factor = self.padded(self.weight, self.dtype)
+        self.given = by_name | {"weight": self.factor}
         dtypes = self.logits_dtype, self.dtype
         self.chunk = chunk_rows(
             head.chunk, self.rows, self.weight.shape, *dtypes, accumulator=self.accumulator
@@ -200,8 +201,7 @@ class _ProgramChunks(Chunks):
             return [self.total(self.masked(losses)), *gradients]
 
         def step(rows: Rows, carry: Carry) -> Carry:
-            logits, arrays = self.of_chunk(rows)
-            results = self.results(logits, arrays)
+            results = self.results(*self.of_chunk(rows, self.given))
             return {name: rows.put(carry[name], y) for name, y in zip(carry, results)}
 
         by_name = self.loop(step, self.empty_results())
@@ -212,33 +212,21 @@ class _ProgramChunks(Chunks):
         return self.gradients([*map(self.masked, self.linear)])
 
     def tangent(self) -> list[jax.Array]:
-        head, along = self.head, dict(zip(self.head.wrt, self.linear))
-        tw, tb = (
-            None if (t := along.get(name)) is None else self.padded(t, dtype)
-            for name, dtype in (("weight", self.dtype), ("bias", self.logits_dtype))
-        )
-        wanted = [name for name in head.of_program if name in along]
+        along = dict(zip(self.head.wrt, self.linear))
+        if "weight" in along:
+            along["weight"] = self.padded(along["weight"], self.dtype)
 
         def step(rows: Rows, carry: Carry) -> Carry:
-            logits, arrays = self.of_chunk(rows)
-            terms = [jnp.zeros_like(logits)]
-            if "x" in along:
-                terms.append(self.logits(rows.of_x(along["x"])))
-            if tw is not None:
-                terms.append(self.logits(rows.of_x(self.x), tw))
-            if tb is not None:
-                terms.append(jnp.broadcast_to(tb[: self.classes], logits.shape))
-            terms = [sum(terms[2:], terms[1]) if len(terms) > 1 else terms[0]]
-            for name in wanted:
-                t = along[name]
-                terms.append(rows.unmasked(rows.of(t)) if name.startswith("row") else t)
-            tangents = sharding.vary_alike([logits, *terms])[1:]
-            primals = [logits, *(arrays[name] for name in wanted)]
-            _, results = jax.jvp(self.inexact_results(arrays, wanted), primals, [*tangents])
+            def run(*arrays: jax.Array) -> list[jax.Array]:
+                return self.inexact_results(
+                    *self.of_chunk(rows, self.given | dict(zip(along, arrays)))
+                )
+
+            _, results = jax.jvp(run, [self.given[name] for name in along], [*along.values()])
             return {name: rows.put(carry[name], y) for name, y in zip(carry, results)}
 
         results = self.loop(step, self.empty_results())
-        return [self.masked(results[name]) for name in head.outputs]
+        return [self.masked(results[name]) for name in self.head.outputs]
 
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the gradients of ``sum(cotangents * results)``.
@@ -253,9 +241,12 @@ class _ProgramChunks(Chunks):
         sum_dtype = dtypes["weight"] if in_one and "weight" in dtypes else self.wide
 
         def step(rows: Rows, carry: Carry) -> Carry:
-            logits, arrays = self.of_chunk(rows)
-            function = self.inexact_results(arrays, wanted)
-            ys, pullback = jax.vjp(function, logits, *(arrays[name] for name in wanted))
+            logits, arrays = self.of_chunk(rows, self.given)
+
+            def run(logits: jax.Array, *values: jax.Array) -> list[jax.Array]:
+                return self.inexact_results(logits, arrays | dict(zip(wanted, values)))
+
+            ys, pullback = jax.vjp(run, logits, *(arrays[name] for name in wanted))
             # Rows that also belong to the next chunk count there.
             cts = [rows.unmasked(rows.of(ct)).astype(y.dtype) for ct, y in zip(cotangents, ys)]
             dlogits, *others = pullback([*sharding.vary_alike([*ys, *cts])[len(ys) :]])
@@ -304,41 +295,34 @@ class _ProgramChunks(Chunks):
 
     # ------------------------------------------------------------------------------- one chunk
 
-    def of_chunk(self, rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def of_chunk(
+        self, rows: Rows, given: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the logits of a chunk, and the other operands of the traced function.
 
         A masked row has the arrays of a row that counts. So `fun` has no NaN in a masked row that
         it does not have in other rows: the gradients of shared arrays are sums over all rows.
+
+        Args:
+          rows: the rows of the chunk.
+          given: the operands; the weight is cast and padded.
         """
-        logits = self.logits(rows.filled(rows.of(self.x)))
-        if self.bias is not None:
-            logits = logits + self.bias.astype(logits.dtype)[None]
+        logits = self.product(rows.filled(rows.of(given["x"])), given["weight"])[:, : self.classes]
+        if "bias" in given:
+            logits = logits + given["bias"].astype(logits.dtype)[None]
         arrays = [
-            rows.filled(rows.of(a)) if name.startswith("row") else a
-            for name, a in self.primals.items()
-            if name in self.head.of_program
+            rows.filled(rows.of(given[name])) if name.startswith("row") else given[name]
+            for name in self.head.of_program
         ]
         logits, *arrays = sharding.vary_alike([logits, *arrays])
         return logits, dict(zip(self.head.of_program, arrays))
-
-    def logits(self, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
-        factor = self.factor if weight is None else weight
-        return self.product(x, factor)[:, : self.classes]
 
     def results(self, logits: jax.Array, arrays: dict[str, jax.Array]) -> list[jax.Array]:
         """Return the results of a chunk's rows."""
         return self.head.traced.on_rows(logits, [*arrays.values()])
 
-    def inexact_results(
-        self, arrays: dict[str, jax.Array], wanted: Sequence[str]
-    ) -> Callable[..., list[jax.Array]]:
-        """Return a function of the logits and the arrays `wanted`, with the inexact results."""
-
-        def run(logits: jax.Array, *values: jax.Array) -> list[jax.Array]:
-            results = self.results(logits, arrays | dict(zip(wanted, values)))
-            return [y for y in results if _is_inexact(y)]
-
-        return run
+    def inexact_results(self, logits: jax.Array, arrays: dict[str, jax.Array]) -> list[jax.Array]:
+        return [y for y in self.results(logits, arrays) if _is_inexact(y)]
 
     def empty_results(self) -> Carry:
         types = {f"y{i}": type_ for i, type_ in enumerate(self.head.traced.results)}
