@@ -159,8 +159,9 @@ def layer_of_a_teacher(labels, weight):
     """
     features = jnp.arange(5, dtype=weight.dtype)
     classes = jnp.arange(weight.shape[1], dtype=weight.dtype)
-    x = jnp.cos(jnp.add.outer(jnp.asarray(labels, weight.dtype), features))
-    return x, jnp.sin(jnp.multiply.outer(features, classes))
+    of_rows = jnp.asarray(labels, weight.dtype)[..., None]
+    x = jnp.cos(of_rows + jnp.expand_dims(features, [*range(labels.ndim)]))
+    return x, jnp.sin(features[:, None] * classes[None])
 
 
 def bias_of_a_teacher(weight):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from gated_linear_cases import call, operands
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import partial_eval
 from pairs import each_pair
 from program_error import assert_computes
 from programs import equations, primitives
@@ -153,8 +154,9 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
 
 def products_of(function, *arrays):
-    """Return the dtypes of both operands and of the result of each matmul."""
-    jaxpr = jax.make_jaxpr(function)(*arrays)
+    """Return the dtypes of both operands and of the result of each matmul that is needed."""
+    jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     return [tuple(v.aval.dtype.name for v in (*e.invars, *e.outvars)) for e in products]
 

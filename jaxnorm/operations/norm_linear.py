@@ -28,9 +28,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.norm import norm_call
-from jaxnorm.primitives import eager, remat, row_operations
-from jaxnorm.primitives.recomputation import with_tangent
-from jaxnorm.primitives.rules import jvp, zero_like
+from jaxnorm.primitives import eager, remat, row_operations, rules
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.specs import LinearActivation, Name
 
@@ -332,27 +330,26 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
 # --------------------------------------------------------------------------- the Mosaic kernel
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """Return y, computed by the Mosaic kernel that fuses the norm and the matmul.
 
     This function is used only if the user requests the implementation "mosaic". Its derivative is
     that of `_composed`. Lowering it for a platform without the kernel raises ValueError.
     """
-    y = _kernel(norm, layer, names)(*lax.stop_gradient(arrays))
-    return with_tangent((_composed_tangent, norm, layer, names), y, *arrays)
+    return _kernel(norm, layer, names)(*arrays)
 
 
-def _composed_tangent(
+@functools.partial(_by_kernel.defjvp, symbolic_zeros=True)
+def _(
     norm: Call,
     layer: _Linear,
     names: tuple[str, ...],
-    y: jax.Array,
-    arrays: Sequence[jax.Array],
+    primals: Sequence[jax.Array],
     tangents: Sequence[Any],
-) -> jax.Array:
-    along = [zero_like(a) if t is None else t for a, t in zip(arrays, tangents)]
-    dy: jax.Array = jvp(functools.partial(_composed, norm, layer, names), arrays, along)[1]
-    return dy
+) -> Any:
+    _, dy = rules.jvp(functools.partial(_composed, norm, layer, names), primals, tangents)
+    return _by_kernel(norm, layer, names, *primals), dy
 
 
 def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[..., jax.Array]:

@@ -72,7 +72,7 @@ def product(
     """
     options = Dot(dtype, precision, weight_sharding, out_sharding)
     h = f(*arrays)
-    z = options(*lax.stop_gradient((h, weight)), result)
+    z = options(h, weight, result)
     return with_tangent((_product_tangent, f, options, result), z, h, weight, *arrays)
 
 
@@ -119,7 +119,7 @@ def dot(options: Dot, result: np.dtype, h: jax.Array, weight: jax.Array) -> jax.
 
     The cotangent of the result is rounded to the dtype of the matmul's operands.
     """
-    z = options(*lax.stop_gradient((h, weight)), result)
+    z = options(h, weight, result)
     return with_tangent((_dot_tangent, options, result), z, h, weight)
 
 
@@ -181,7 +181,7 @@ def activated(
     `kept` is z, rounded to the output's dtype. The derivative of the activation is evaluated at
     `kept`.
     """
-    y = activation(lax.stop_gradient(z))
+    y = activation(z)
     return with_tangent((_activated_tangent, activation), y, z, kept)
 
 

@@ -54,8 +54,9 @@ Function = Callable[..., jax.Array]
 def with_tangent(rule: tuple[Any, ...], y: jax.Array, *arrays: Any) -> jax.Array:
     """Return y unchanged, and replace its derivative.
 
-    The caller computes y from arguments in `lax.stop_gradient`, so that JAX does not compute the
-    derivative that is replaced.
+    JAX also traces y's own derivative. Nothing uses it, so it is removed from the program. y must
+    have this derivative, because jax 0.11.2 inlines `with_tangent` where it differentiates a scan
+    twice.
 
     Args:
       rule: a function and its first arguments, which are static. The function also takes y, the
@@ -105,7 +106,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
     if _has_effects(jaxpr):
         return f(*rows, *arrays)
     operands = (*traced.consts, *rows, *arrays)
-    (y,) = jaxpr_as_fun(jaxpr)(*lax.stop_gradient(operands))
+    (y,) = jaxpr_as_fun(jaxpr)(*operands)
     start = len(traced.consts)
     return with_tangent((_tangent, jaxpr, start, start + len(rows)), y, *operands)
 
