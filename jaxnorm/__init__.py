@@ -7,6 +7,7 @@ softmax functions and norms of :mod:`jax.nn` and Flax, and for optax's cross-ent
 """
 
 from jaxnorm.calls.backends import Choice
+from jaxnorm.operations.any_linear_loss import linear_loss
 from jaxnorm.operations.gated_linear import activation_linear, gated_linear
 from jaxnorm.operations.linear_loss import (
     linear_kl_divergence,
@@ -56,6 +57,7 @@ __all__ = [
     "layer_norm",
     "linear_kl_divergence",
     "linear_log_prob_and_entropy",
+    "linear_loss",
     "linear_softmax_cross_entropy",
     "log_prob_and_entropy",
     "log_softmax",

@@ -211,6 +211,28 @@ def _linear(function, **options):
     )
 
 
+def focal_loss(logits, label, losses=_cross_entropy):
+    """Compute a focal loss from the logits and the label of one position."""
+    loss = losses(logits, label)
+    return loss * jnp.exp(-loss)
+
+
+plain_focal_loss = functools.partial(
+    focal_loss, losses=lambda logits, label: jax.nn.logsumexp(logits) - logits[label]
+)
+
+
+def of_positions(fun, logits, labels, counts):
+    """Compute a loss of each position; losses of masked positions are 0."""
+    for _ in labels.shape:
+        fun = jax.vmap(fun)
+    return fun(logits, jnp.maximum(labels, 0)) * counts
+
+
+def _any_linear(fun, x, w, b, labels, counts, **options):
+    return jaxnorm.linear_loss(fun, x, w, labels, bias=b, where=counts, chunk=3, **options)
+
+
 # The first word of each key is the name of the public function.
 FUNCTIONS = {
     "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
@@ -391,6 +413,18 @@ FUNCTIONS = {
         lambda x, w, b, candidates, counts: of_candidates(x @ w + b, candidates, counts),
         "x weight feature_bias candidates counts",
     ),
+    "linear_loss": Function(
+        functools.partial(_any_linear, focal_loss),
+        lambda x, w, b, labels, counts: (
+            of_positions(plain_focal_loss, x @ w + b, labels, counts).sum() / counts.sum()
+        ),
+        "x weight feature_bias labels counts",
+    ),
+    "linear_loss of rows": Function(
+        functools.partial(_any_linear, focal_loss, reduction="none"),
+        lambda x, w, b, labels, counts: of_positions(plain_focal_loss, x @ w + b, labels, counts),
+        "x weight feature_bias labels counts",
+    ),
     "linear_kl_divergence": Function(
         lambda x, w, b, labels, counts, **o: jaxnorm.linear_kl_divergence(
             x, w, *layer_of_a_teacher(labels, w), bias=b, where=counts, chunk=3, **o
@@ -438,7 +472,7 @@ BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
 
 #: Public functions that have no derivatives.
-OTHERS = {"check_params", "implementation_for", "memory_report"}
+OTHERS = {"check_params", "implementation_for", "linear_loss", "memory_report"}
 
 
 def public_functions() -> set[str]:

@@ -196,65 +196,6 @@ def answers(*shape):
     return tokens, answer, policy, near
 
 
-def log_probs_of(params, tokens, answer):
-    """Compute log-probabilities of all tokens but the first, and entropies, in plain JAX."""
-    logp = jax.nn.log_softmax(hidden_of(params, tokens[..., :-1]) @ params["head"])
-    chosen = jnp.take_along_axis(logp, tokens[..., 1:, None], -1)[..., 0]
-    return (jnp.where(answer[..., 1:], a, 0) for a in (chosen, -jnp.sum(jnp.exp(logp) * logp, -1)))
-
-
-def test_grpo():
-    """The GRPO loss has the same values and gradients as in plain JAX.
-
-    The probability ratios are below, between and above the clipping bounds.
-    """
-    tokens, answer, params, near = answers(3, 4)
-    counts, rewards = answer[..., 1:], normal(20, 3, 4)
-    old, _ = log_probs_of(near, tokens, answer)
-    reference, _ = log_probs_of({**params, "scale": 0.9 * params["scale"]}, tokens, answer)
-    batch = {"tokens": tokens, "answer": answer, "rewards": rewards}
-    batch |= {"log_prob": old, "reference_log_prob": reference}
-    advantage = ((rewards - rewards.mean(1)[:, None]) / (rewards.std(1)[:, None] + 1e-4))[..., None]
-
-    def plain(params):
-        log_prob, _ = log_probs_of(params, tokens, answer)
-        ratio, r = jnp.exp(log_prob) / jnp.exp(old), jnp.exp(reference) / jnp.exp(log_prob)
-        bounded = jnp.where(advantage > 0, jnp.minimum(ratio, 1.2), jnp.maximum(ratio, 0.8))
-        of_tokens = bounded * advantage - 0.04 * (r - 1 - jnp.log(r))
-        return -(jnp.sum(counts * of_tokens, -1) / counts.sum(-1)).mean()
-
-    log_prob, _ = log_probs_of(params, tokens, answer)
-    ratios = np.asarray(jnp.exp(log_prob - old))[np.asarray(counts)]
-    assert 0.1 < np.mean((ratios > 0.8) & (ratios < 1.2)) < 0.9
-    assert ratios.min() < 0.8
-    assert ratios.max() > 1.2
-    assert_recipe("grpo_loss", plain, params, batch)
-
-
-def test_dpo():
-    tokens, answer, params, reference = answers(2, 5)
-
-    def plain(params):
-        of_answers, of_reference = (
-            next(log_probs_of(p, tokens, answer)).sum(-1) for p in (params, reference)
-        )
-        chosen, rejected = of_answers - of_reference
-        return jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))).mean()
-
-    assert_recipe("dpo_loss", plain, params, reference, tokens, answer)
-
-
-def test_a_policy_gradient_with_an_entropy_bonus():
-    tokens, answer, params, _ = answers(6)
-    advantages = normal(20, 6, 15)
-
-    def plain(params):
-        log_prob, entropy = log_probs_of(params, tokens, answer)
-        return -(advantages * log_prob + 0.01 * entropy).sum() / answer[:, 1:].sum()
-
-    assert_recipe("policy_gradient_loss", plain, params, tokens, answer, advantages)
-
-
 def hidden_of(params, tokens):
     x = params["embedding"][tokens]
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * params["scale"]
@@ -295,18 +236,248 @@ def test_on_policy_distillation():
     assert_recipe("distillation_loss", plain, params, teacher, tokens, answer, **given)
 
 
-def test_the_top_k_of_a_teacher():
+# ----------------------------------------------------------------- losses of one position, float64
+#
+# Each function below computes a loss of each position in float64, from the logits and the arguments
+# of the recipe. Classes that are masked by -inf have a probability of 0.
+
+
+def log_softmax(logits):
+    return logits - jax.nn.logsumexp(logits, -1, keepdims=True)
+
+
+def finite(log_q):
+    """Replace log-probabilities of -inf, which are multiplied by a probability of 0."""
+    return jnp.where(log_q > -jnp.inf, log_q, 0)
+
+
+def at(log_q, labels):
+    return jnp.take_along_axis(log_q, labels[..., None], -1)[..., 0]
+
+
+def soft_labels(logits, targets):
+    return -jnp.sum(targets * finite(log_softmax(logits)), -1)
+
+
+def smoothing(logits, labels):
+    log_q, allowed = log_softmax(logits), logits > -jnp.inf
+    targets = 0.9 * jax.nn.one_hot(labels, VOCABULARY) + 0.1 * allowed / allowed.sum(-1)[..., None]
+    return -jnp.sum(targets * finite(log_q), -1)
+
+
+def focal(logits, labels):
+    log_q = at(log_softmax(logits), labels)
+    return -((1 - jnp.exp(log_q)) ** 2) * log_q
+
+
+def grpo(logits, labels, old, reference, advantages):
+    log_q = log_softmax(logits)
+    entropy = -jnp.sum(jnp.exp(log_q) * finite(log_q), -1)
+    log_prob = at(log_q, labels)
+    ratio, r = jnp.exp(log_prob - old), jnp.exp(reference - log_prob)
+    bounded = jnp.where(advantages > 0, jnp.minimum(ratio, 1.2), jnp.maximum(ratio, 0.8))
+    return 0.04 * (r - 1 - jnp.log(r)) - bounded * advantages - 0.01 * entropy
+
+
+def jensen_shannon(logits, teacher_logits, b=0.3):
+    q, p = (jnp.exp(log_softmax(z)) for z in (logits, teacher_logits))
+    m = b * p + (1 - b) * q
+
+    def divergence(d):
+        of = jnp.where(d > 0, d, 1)
+        return jnp.sum(jnp.where(d > 0, of * jnp.log(of / jnp.where(m > 0, m, 1)), 0), -1)
+
+    return b * divergence(p) + (1 - b) * divergence(q)
+
+
+POSITIONS = (6, 16)
+#: Magnitudes of the logits, with and without masked classes.
+LOGITS = {"plain": (1.0, 0), "masked": (1.0, 5), "extreme": (1e3, 0), "extreme, masked": (1e3, 5)}
+
+
+def layer(logits):
+    """Return x and a head as float32 arrays, a bias that masks classes, labels and a mask."""
+    size, masked = LOGITS[logits]
+    x = size * normal(0, *POSITIONS, WIDTH) / math.sqrt(WIDTH)
+    bias = jnp.zeros(VOCABULARY).at[:masked].set(-jnp.inf)
+    labels = jnp.maximum(labels_of(*POSITIONS), masked)
+    return x, normal(1, WIDTH, VOCABULARY), bias, labels, normal(2, *POSITIONS) > 0
+
+
+def assert_loss(ours, theirs, x, head, bias, where):
+    """Assert that a recipe has the mean and the gradients of a loss in float64.
+
+    An error of a logit is proportional to the logit's magnitude, and changes probabilities by a
+    factor.
+
+    Args:
+      ours: function of x, the head, and the options of the recipe.
+      theirs: function of all logits in float64, which returns the losses of the positions.
+    """
+    invalid = jnp.where(where[..., None], x, jnp.nan)
+
+    def recipe(x, head):
+        return ours(x, head, bias=bias, where=where, chunk=7)
+
+    value, gradients = jax.jit(jax.value_and_grad(recipe, (0, 1)))(invalid, head)
+    with jax.enable_x64(True):
+        x, head, bias = (jnp.asarray(a, jnp.float64) for a in (x, head, bias))
+
+        def mean(x, head):
+            return jnp.sum(jnp.where(where, theirs(x @ head + bias), 0)) / where.sum()
+
+        expected = jax.value_and_grad(mean, (0, 1))(x, head)
+        logits = np.abs(np.asarray(x @ head)).max()
+    for a, b in zip((value, *gradients), (expected[0], *expected[1]), strict=True):
+        assert np.all(np.isfinite(b))
+        assert_within(a, exact(b), ROUNDING * (1 + logits) * (np.abs(exact(b)).max() + 1 / x.size))
+
+
+each_kind = pytest.mark.parametrize("logits", LOGITS)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("smoothed_cross_entropy", smoothing), ("focal_loss", focal)],
+)
+def test_losses_of_labels(name, theirs, logits):
+    x, head, bias, labels, where = layer(logits)
+    ours = page("recipes")[name]
+    assert_loss(
+        lambda x, head, **o: ours(x, head, labels, **o),
+        lambda logits: theirs(logits, labels),
+        *(x, head, bias, where),
+    )
+
+
+@each_kind
+def test_soft_labels(logits):
+    x, head, bias, _, where = layer(logits)
+    targets = jax.nn.softmax(normal(3, *POSITIONS, VOCABULARY) + bias)
+    ours = page("recipes")["soft_cross_entropy"]
+    assert_loss(
+        lambda x, head, **o: ours(x, head, targets, **o),
+        lambda logits: soft_labels(logits, targets),
+        *(x, head, bias, where),
+    )
+
+
+@each_kind
+def test_grpo(logits):
+    """The ratios of probabilities are below, between and above the clipping bounds."""
+    x, head, bias, labels, where = layer(logits)
+    log_prob = at(jax.nn.log_softmax(x @ head + bias), labels)
+    old, reference = (log_prob + 0.3 * normal(seed, *POSITIONS) for seed in (4, 5))
+    rows = labels, old, reference, normal(6, *POSITIONS)
+    ours = page("recipes")["grpo_loss"]
+    assert_loss(
+        lambda x, head, **o: ours(x, head, *rows, bonus=0.01, **o),
+        lambda logits: grpo(logits, *rows),
+        *(x, head, bias, where),
+    )
+    ratios = np.exp(np.asarray(log_prob - old))
+    assert ratios.min() < 0.8 < 1.2 < ratios.max()
+    assert 0.1 < np.mean((ratios > 0.8) & (ratios < 1.2)) < 0.9
+
+
+@each_kind
+def test_jensen_shannon(logits):
+    x, head, bias, _, where = layer(logits)
+    teacher_x, teacher_head = normal(7, *POSITIONS, 12), normal(8, 12, VOCABULARY)
+    ours = page("recipes")["jensen_shannon"]
+    assert_loss(
+        lambda x, head, **o: ours(x, head, teacher_x, teacher_head, 0.3, **o),
+        lambda logits: jensen_shannon(
+            logits, teacher_x.astype(logits.dtype) @ teacher_head.astype(logits.dtype)
+        ),
+        *(x, head, bias, where),
+    )
+
+
+@pytest.mark.parametrize("b", [0.0, 1.0])
+def test_the_ends_of_the_jensen_shannon_divergence(b):
+    """For b = 0 and b = 1, the divergence is 0, also if a class is masked in one of the models."""
+    x, head, bias, *_ = layer("masked")
+    teacher_x, teacher_head = normal(7, *POSITIONS, 12), normal(8, 12, VOCABULARY)
+    ours = functools.partial(page("recipes")["jensen_shannon"], bias=bias)
+    value, gradient = jax.value_and_grad(ours, 1)(x, head, teacher_x, teacher_head, b)
+    for a in (value, gradient):
+        np.testing.assert_array_equal(a, 0)
+
+
+@each_kind
+def test_dpo(logits):
+    x, head, bias, labels, where = layer(logits)
+    x, labels, where = (a.reshape(2, 3, *a.shape[1:]) for a in (x, labels, where))
+    reference = jnp.where(where, at(jax.nn.log_softmax(x @ head + bias), labels), 0).sum(-1)
+    reference = reference + normal(9, 2, 3)
+    ours = page("recipes")["dpo_loss"]
+
+    def theirs(logits):
+        log_prob = jnp.where(where, at(log_softmax(logits), labels), 0).sum(-1)
+        chosen, rejected = log_prob - reference
+        loss = jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))).mean()
+        return jnp.full(where.shape, loss)
+
+    assert_loss(
+        lambda x, head, **o: ours(x, head, labels, reference, o.pop("where"), **o),
+        theirs,
+        *(x, head, bias, where),
+    )
+
+
+@each_kind
+def test_several_heads(logits):
+    x, head, bias, tokens, _ = layer(logits)
+    xs = jnp.stack([x, normal(10, *x.shape)])
+    where = jnp.stack([jnp.arange(16) < 15 - k for k in range(2)])[:, None]
+    where = jnp.broadcast_to(where, xs.shape[:-1])
+    weights = where * jnp.array([1, 0.5])[:, None, None]
+    ours = page("recipes")["several_heads_loss"]
+
+    def theirs(logits):
+        labels = jnp.stack([jnp.roll(tokens, -k - 1, -1) for k in range(2)])
+        return -at(log_softmax(logits), labels) * weights * where.sum() / weights.sum()
+
+    def recipe(xs, head, where, **options):
+        del where  # The recipe has its own mask.
+        return ours(xs, head, tokens, **options)
+
+    assert_loss(recipe, theirs, xs, head, bias, where)
+
+
+def top_k_of_a_teacher():
     tokens, answer, params, teacher = answers(6)
-    of_teacher = jnp.pad(log_softmaxes(teacher, tokens), ((0, 0), (1, 0), (0, 0)))
-    top_log_prob, top_tokens = jax.lax.top_k(of_teacher, 5)
+    log_p = jnp.pad(log_softmaxes(teacher, tokens), ((0, 0), (1, 0), (0, 0)))
+    return tokens, answer, params, *jax.lax.top_k(log_p, 5)
 
-    def plain(params):
-        log_q = jnp.take_along_axis(log_softmaxes(params, tokens), top_tokens[:, 1:], -1)
-        log_p = top_log_prob[:, 1:]
-        divergences = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
-        return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
 
-    assert_recipe("top_k_loss", plain, params, tokens, answer, top_tokens, top_log_prob)
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_the_top_k_of_a_teacher(size):
+    """The divergence includes the tail: all classes that are not among the teacher's top k."""
+    tokens, answer, params, top_log_prob, top_tokens = top_k_of_a_teacher()
+    params |= {"head": size * params["head"]}
+    ours = jax.value_and_grad(page("recipes")["top_k_loss"])(
+        params, tokens, answer, top_tokens, top_log_prob
+    )
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda p: p.astype(jnp.float64), params)
+        p = jnp.exp(top_log_prob[:, 1:].astype(jnp.float64))
+        p = jnp.append(p, 1 - p.sum(-1, keepdims=True), -1)
+
+        def plain(params):
+            log_q = log_softmaxes(params, tokens)
+            is_top = jax.nn.one_hot(top_tokens[:, 1:], VOCABULARY).sum(-2) > 0
+            tail = jax.nn.logsumexp(jnp.where(is_top, -jnp.inf, log_q), -1, keepdims=True)
+            of_top = jnp.take_along_axis(log_q, top_tokens[:, 1:], -1)
+            divergences = jnp.sum(p * (jnp.log(p) - jnp.append(of_top, tail, -1)), -1)
+            return (divergences * answer[:, 1:]).sum() / answer[:, 1:].sum()
+
+        expected = jax.value_and_grad(plain)(wide)
+        magnified = 1 + np.abs(exact(hidden_of(wide, tokens) @ wide["head"])).max()
+    for a, b in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        assert_within(a, exact(b), ROUNDING * magnified * np.abs(exact(b)).max())
 
 
 def test_what_the_top_k_loss_leaves_out():
@@ -314,66 +485,18 @@ def test_what_the_top_k_loss_leaves_out():
 
     If no position counts, the loss and the gradients are 0.
     """
-    tokens, answer, params, teacher = answers(6)
-    log_p = jnp.pad(log_softmaxes(teacher, tokens), ((0, 0), (1, 0), (0, 0)))
-    log_p, top_tokens = jax.lax.top_k(log_p, 5)
+    tokens, answer, params, log_p, top_tokens = top_k_of_a_teacher()
     recipe = page("recipes")["top_k_loss"]
     given = jnp.where(answer[..., None], log_p.at[..., 3:].set(-jnp.inf), jnp.nan)
     ours = jax.value_and_grad(recipe)(params, tokens, answer, top_tokens, given)
-    three = top_tokens[..., :3], log_p[..., :3]
-    assert_close(ours, jax.value_and_grad(recipe)(params, tokens, answer, *three))
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(ours))
     nothing = jnp.zeros_like(answer)
     for name, arguments in {
         "top_k_loss": (tokens, nothing, top_tokens, given),
-        "policy_gradient_loss": (tokens, nothing, normal(20, 6, 15)),
-        "distillation_loss": (teacher, tokens, nothing),
+        "distillation_loss": (params, tokens, nothing),
     }.items():
         for leaf in jax.tree.leaves(jax.value_and_grad(page("recipes")[name])(params, *arguments)):
             np.testing.assert_array_equal(leaf, 0)
-
-
-@pytest.mark.parametrize("b", [0.0, 0.3, 1.0])
-def test_jensen_shannon_of_masked_classes(b):
-    """A class that both models mask adds nothing, also at the ends, where the divergence is 0.
-
-    The last column of x is constant. Its weights are a bias that masks the first classes.
-    """
-    x, teacher_x = (normal(i, 6, 8).at[:, -1].set(1) for i in range(2))
-    heads = [normal(i, 8, 40) for i in (2, 3)]
-
-    def run(masked, teacher_masked, drop=0):
-        counts = masked, teacher_masked
-        student, teacher = (
-            head.at[-1, :count].set(-jnp.inf)[:, drop:] for head, count in zip(heads, counts)
-        )
-        of = page("recipes")["jensen_shannon"]
-        value, gradient = jax.value_and_grad(of, 1)(x, student, teacher_x, teacher, b, chunk=4)
-        return value, gradient[:, 3 - drop :]
-
-    results = run(3, 3), run(3, 3, drop=3), run(3, 0), run(0, 3)
-    if 0 < b < 1:
-        assert_close(*results[:2])
-        assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
-    else:
-        for a in jax.tree.leaves(results):
-            np.testing.assert_array_equal(a, 0)
-
-
-def test_jensen_shannon():
-    x, head, teacher_x, teacher_head = (
-        normal(i, *shape) for i, shape in enumerate([(6, 8), (8, 40), (6, 12), (12, 40)])
-    )
-
-    def plain(x, head):
-        q, p = jax.nn.softmax(x @ head), jax.nn.softmax(teacher_x @ teacher_head)
-        m = 0.3 * p + 0.7 * q
-        of_p, of_q = (jnp.sum(d * jnp.log(d / m), -1) for d in (p, q))
-        return (0.3 * of_p + 0.7 * of_q).mean()
-
-    def ours(x, head):
-        return page("recipes")["jensen_shannon"](x, head, teacher_x, teacher_head, 0.3, chunk=4)
-
-    assert_close(*(jax.value_and_grad(f, (0, 1))(x, head) for f in (ours, plain)))
 
 
 def test_a_norm_class_of_a_model_s_own_in_bfloat16():

@@ -212,27 +212,39 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
 
 
 def run(
-    whole: Run, shards: Callable[[Sequence[Any], Any], Shards], arrays: Arrays
+    whole: Run,
+    shards: Callable[[Sequence[Any], Any], Shards],
+    arrays: Arrays,
+    *,
+    check_vma: bool = True,
 ) -> list[jax.Array]:
     """Return ``whole(*arrays)``, computed on shards if the mesh has Explicit axes.
 
     Without Explicit axes, `whole` is called. With Explicit axes, `whole` is not used: each device
     runs another function on its shards, in `jax.shard_map`. ``shards(types, mesh)`` returns this
     function, and the shardings of its operands and results. `types` are the types of the arrays.
+    `check_vma` is the argument of `jax.shard_map`.
     """
     avals = [jax.typeof(a) for a in arrays]
     mesh = explicit_mesh(avals)
     if mesh is None:
         return whole(*arrays)
     operands, results, run_shard = shards(avals, mesh)
-    sharded = _on_shards(run_shard, whole, mesh, operands, [*results], explicit_axes(mesh))
+    axes = explicit_axes(mesh)
+    sharded = _on_shards(run_shard, whole, mesh, operands, [*results], axes, check_vma)
     # If a parameter is sharded (FSDP), gather it. This is cheap, because parameters are small.
     outputs: list[jax.Array] = sharded(*[reshard(a, mesh, s) for a, s in zip(arrays, operands)])
     return outputs
 
 
 def _on_shards(
-    run_shard: Run, whole: Run, mesh: Any, operands: Any, results: Any, axes: set[str]
+    run_shard: Run,
+    whole: Run,
+    mesh: Any,
+    operands: Any,
+    results: Any,
+    axes: set[str],
+    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Return a function that runs `run_shard` on each device's shards, in `jax.shard_map`.
 
@@ -247,6 +259,7 @@ def _on_shards(
       mesh: the mesh.
       operands, results: the `PartitionSpec` of each array.
       axes: the mesh axes over which `jax.shard_map` maps; an empty set means all.
+      check_vma: the argument of `jax.shard_map`.
     """
     manual = [n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Manual]
     if axes and manual and AxisType.Auto in mesh.axis_types:
@@ -255,7 +268,12 @@ def _on_shards(
             out = jax.tree.map(functools.partial(NamedSharding, mesh), results)
             return jax.sharding.auto_axes(whole, axes=(*axes,), out_sharding=out)
     return jax.shard_map(
-        run_shard, mesh=mesh, in_specs=operands, out_specs=results, axis_names=axes
+        run_shard,
+        mesh=mesh,
+        in_specs=operands,
+        out_specs=results,
+        axis_names=axes,
+        check_vma=check_vma,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxnorm.operations import checks, linear_loss_primitive, scales
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
@@ -176,11 +177,11 @@ def _of_linear_logits(
         checks.not_one_hot(function, labels, logits, (len(logits) - 1,))
     labels = checks.integer_array(function, "labels", labels)
     is_several = function == _LOG_PROB and labels.ndim == x.ndim
-    _check_shapes(function, x, weight)
+    check_shapes(function, x, weight)
     _check_labels(function, x, weight, labels, is_several=is_several)
     arrays = [x, weight]
     if bias is not None:
-        arrays.append(_bias(function, "bias", bias, weight))
+        arrays.append(bias_array(function, "bias", bias, weight))
     arrays.append(labels)
     options |= {"has_bias": bias is not None, "several": is_several}
     head = _call_of(function, chunk, logit_softcap, dtype, implementation, **options)
@@ -210,7 +211,7 @@ def _of_linear_logits(
     return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
 
 
-def _bias(function: Function, name: str, value: ArrayLike, weight: jax.Array) -> jax.Array:
+def bias_array(function: str, name: str, value: ArrayLike, weight: jax.Array) -> jax.Array:
     """Convert a bias to an array, and check that it has an element for each class of `weight`."""
     bias = checks.float_array(function, name, value)
     why = f"a number for each class of weight {weight.shape}"
@@ -292,7 +293,24 @@ def _refuse_classes(where: ArrayLike, x: tuple[int, ...], classes: int) -> None:
     )
 
 
-def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, of: str = "") -> None:
+def of_positions(
+    function: str, where: ArrayLike, positions: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    """Check ``where``, a mask or weights of positions, and broadcast it to their shape.
+
+    Weights are cast to `dtype`.
+    """
+    array = checks.weights(function, "where", where, dtype)
+    if not checks.fits(array.shape, positions):
+        raise ValueError(
+            f"{function}: where has shape {array.shape}; expected one that broadcasts to the "
+            f"positions' shape {positions}, with {len(positions)} axes: which positions "
+            f"count, or how much{checks.reshaping('where', array.shape, positions)}"
+        )
+    return jnp.broadcast_to(array, positions)
+
+
+def check_shapes(function: str, x: jax.Array, weight: jax.Array, of: str = "") -> None:
     """Raise ValueError unless x and weight have the shapes of a matmul's operands.
 
     `of` is a prefix, such as "teacher_", of both arrays' names in errors.
@@ -522,8 +540,8 @@ def linear_kl_divergence(
     weight = checks.float_array(_KL, "weight", weight)
     teacher_x = checks.float_array(_KL, "teacher_x", teacher_x)
     teacher_weight = checks.float_array(_KL, "teacher_weight", teacher_weight)
-    _check_shapes(_KL, x, weight)
-    _check_shapes(_KL, teacher_x, teacher_weight, of="teacher_")
+    check_shapes(_KL, x, weight)
+    check_shapes(_KL, teacher_x, teacher_weight, of="teacher_")
     positions = x.shape[:-1]
     if teacher_x.shape[:-1] != positions:
         expected = (*positions, teacher_x.shape[-1])
@@ -539,7 +557,7 @@ def linear_kl_divergence(
     teacher = [jax.lax.stop_gradient(teacher_x), jax.lax.stop_gradient(teacher_weight)]
     for name, value, to in (("bias", bias, arrays), ("teacher_bias", teacher_bias, teacher)):
         if value is not None:
-            array = _bias(_KL, name, value, weight)
+            array = bias_array(_KL, name, value, weight)
             to.append(array if to is arrays else jax.lax.stop_gradient(array))
     head = _call_of(
         _KL,
@@ -561,14 +579,7 @@ def linear_kl_divergence(
     head = head.replaced(logits_scale=scale.number)
     arrays += teacher
     if where is not None:
-        array = checks.weights(_KL, "where", where, wide)
-        if not checks.fits(array.shape, positions):
-            raise ValueError(
-                f"{_KL}: where has shape {array.shape}; expected one that broadcasts to the "
-                f"positions' shape {positions}, with {len(positions)} axes: which positions "
-                f"count, or how much{checks.reshaping('where', array.shape, positions)}"
-            )
-        arrays.append(jnp.broadcast_to(array, positions))
+        arrays.append(of_positions(_KL, where, positions, wide))
     if scale.array is not None:
         arrays.append(scale.array)
     check_numbers(_KL, wide, head)

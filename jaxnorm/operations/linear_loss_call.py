@@ -37,7 +37,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
@@ -51,7 +51,10 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, Operation
 from jaxnorm_kernels.specs import Direction, Name
 
 Function = Literal[
-    "linear_softmax_cross_entropy", "linear_log_prob_and_entropy", "linear_kl_divergence"
+    "linear_softmax_cross_entropy",
+    "linear_log_prob_and_entropy",
+    "linear_kl_divergence",
+    "linear_loss",
 ]
 Reduction = Literal["mean", "sum", "none"]
 #: Maps each linear loss to the loss of logits that is computed from each chunk's logits.
@@ -62,9 +65,19 @@ OF_LOGITS: dict[Function, OfLogits] = {
 }
 #: The kind of an operand or a result. A "row" array has one number per row, a "candidate" array has
 #: k numbers per row, for k labels. A "total" is a mean or a sum. The kind "bias" is used for `bias`
-#: and for `teacher_bias`.
+#: and for `teacher_bias`. In `linear_loss`, a "row" array may have further axes, and all rows use a
+#: "shared" array.
 Kind = Literal[
-    "x", "weight", "bias", "row", "candidate", "mask", "total", "teacher_x", "teacher_weight"
+    "x",
+    "weight",
+    "bias",
+    "row",
+    "candidate",
+    "mask",
+    "total",
+    "teacher_x",
+    "teacher_weight",
+    "shared",
 ]
 #: The kinds of arrays whose leading axes are the row axes (the axes of x except the last one).
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
@@ -115,6 +128,8 @@ class LinearLossCall:
     keeps: bool = False
 
     primitives: ClassVar[None] = None
+    #: True if the classes may stay sharded in the loop.
+    splits_classes: ClassVar[bool] = True
 
     def __str__(self) -> str:
         """Return a short description of the call, which printed jaxprs show."""
@@ -160,11 +175,11 @@ class LinearLossCall:
         results = (name for name in operation.results if name in operation.keeps)
         return (*operation.statistics, *results)
 
-    def replaced(self, **changes: Any) -> "LinearLossCall":
+    def replaced(self, **changes: Any) -> Self:
         """Return the call with these fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def with_gradients(self, wrt: Sequence[str]) -> "LinearLossCall":
+    def with_gradients(self, wrt: Sequence[str]) -> Self:
         """Return the forward pass that also returns gradients with respect to the operands `wrt`.
 
         This call must be a forward pass that returns a mean or a sum.
@@ -184,7 +199,7 @@ class LinearLossCall:
         """
         if self.direction != "fwd" or self.reduction == "none":
             return self
-        return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
+        return self.with_gradients([n for n, u in zip(self.returns, used) if u and n in self.wrt])
 
     def rowwise(self) -> "LinearLossCall":
         """Return the forward pass that returns the loss of each row instead of a mean or a sum."""
@@ -226,13 +241,19 @@ class LinearLossCall:
 
     @property
     def kinds_taken(self) -> list[Kind]:
-        return [*map(self._kind, self.takes)]
+        return self.kinds_of(self.takes)
 
     @property
     def kinds_returned(self) -> list[Kind]:
         is_total = self.direction == "fwd" and self.reduction != "none"
-        kinds = map(self._kind, self.returns)
-        return ["total" if kind == "row" and is_total else kind for kind in kinds]
+        totals = self.outputs if is_total else ()
+        return [
+            "total" if name in totals else kind
+            for name, kind in zip(self.returns, self.kinds_of(self.returns))
+        ]
+
+    def kinds_of(self, names: Sequence[str]) -> list[Kind]:
+        return [*map(self._kind, names)]
 
     def _kind(self, name: str) -> Kind:
         kinds: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "bias", "mask": "mask"}

@@ -60,19 +60,24 @@ from jaxnorm_kernels import launching
 # Before the loop, the number of classes is padded to a multiple of this number. A row of 16-bit
 # weights or logits then takes a multiple of 16 bytes. Otherwise, XLA would pad the operands and
 # slice the result of every matmul in the loop.
-_COLUMNS = 8
+COLUMNS = 8
 
 _WHOLE = Over()
 
 
 def run(
-    head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
+    head: LinearLossCall,
+    *arrays: jax.Array,
+    chunks: "type[Chunks] | None" = None,
+    over: Over = _WHOLE,
+    recompute: bool = False,
 ) -> list[jax.Array]:
     """Compute the results of a pass.
 
     Args:
       head: the static description of the pass.
       arrays: operands in the order of `LinearLossCall.takes`; one device's shards on a mesh.
+      chunks: the class whose methods compute the passes; None for `Chunks`.
       over: the mesh axes over which the operands are sharded.
       recompute: True to apply `jax.checkpoint` to each chunk, so that JAX saves no logits if it
         differentiates this function.
@@ -104,8 +109,8 @@ def run(
         return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
     flat = [*map(flattened, head.kinds_taken, whole)]
-    chunks = _Chunks(head, flat, over, recompute)
-    directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
+    passes = (chunks or Chunks)(head, flat, over, recompute)
+    directions = {"fwd": passes.forward, "tan": passes.tangent, "bwd": passes.backward}
 
     def finished(name: str, kind: Kind, a: jax.Array) -> jax.Array:
         if kind in OF_ROWS:
@@ -115,7 +120,7 @@ def run(
         # `a` is a gradient, and each device has a partial sum over its shard of classes or rows.
         if kind == "x":
             a = _scattered(_moved_back(a, over), over.classes, over.gathered)
-        else:
+        elif kind != "row":
             a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
         return a.astype(head.gradient_dtype(by_name[name].dtype))
 
@@ -197,7 +202,7 @@ def reduced(
 Carry = dict[str, jax.Array]
 
 
-class _Chunks:
+class Chunks:
     """The arrays of a call, with a method for each pass: `forward`, `tangent` and `backward`.
 
     x is two-dimensional: its leading axes are flattened to rows.
@@ -222,7 +227,7 @@ class _Chunks:
         # The classes are not padded in two cases. If they are sharded, the padding would be in the
         # middle of each row. If there is a mask of classes, it would have to be padded too.
         whole = not over.classes and self.mask is None
-        self.padding = -self.classes % _COLUMNS if whole else 0
+        self.padding = -self.classes % COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # Cast and pad once, before the loop.
         self.teacher = _Teacher(self, by_name) if head.has_teacher else None
         dtypes = self.logits_dtype, self.dtype
@@ -246,6 +251,11 @@ class _Chunks:
                 self.accumulator,
             )
             self.holds_dlogits, self.chunk = size is not None, size or self.chunk
+
+    @property
+    def operands(self) -> Sequence[jax.Array]:
+        """The operands on which the results and the gradients depend."""
+        return [a for a in (self.x, self.weight, self.labels) if a is not None]
 
     # --------------------------------------------------------------------------------- passes
 
@@ -322,7 +332,7 @@ class _Chunks:
     def of_rows(self) -> list[jax.Array]:
         """Return the results of all rows and, if `keeps` is set in the call, the statistics."""
 
-        def step(rows: _Rows, carry: Carry) -> Carry:
+        def step(rows: Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
             call = self.call(logits.shape, rows)
             results = linear_loss_call.forward(call, rows.operands(logits))
@@ -362,14 +372,14 @@ class _Chunks:
         in_one = self.chunk == self.rows or self.holds_dlogits
         weight_dtype = dtypes["weight"] if in_one and sizes is None else self.wide
 
-        def step(rows: _Rows, carry: Carry) -> Carry:
+        def step(rows: Rows, carry: Carry) -> Carry:
             *y, dlogits = self.dlogits(rows, cotangents)
             losses = {"y": rows.put(carry["y"], y[0])} if makes_losses else {}
             if self.holds_dlogits:
                 return losses | {"dlogits": rows.put(carry["dlogits"], dlogits)}
             return losses | products(rows, dlogits, carry)
 
-        def products(rows: _Rows, dlogits: jax.Array, carry: Carry) -> Carry:
+        def products(rows: Rows, dlogits: jax.Array, carry: Carry) -> Carry:
             x, results = rows.of_x(self.x), {}
             if "x" in head.wrt:
                 dx = self.dot(
@@ -396,7 +406,7 @@ class _Chunks:
         if self.holds_dlogits:
             dlogits = lax.empty((self.rows, self.classes + self.padding), self.dtype)
             results = self.loop(step, carry | {"dlogits": dlogits})
-            all_rows = _Rows(self, jnp.int32(0), self.rows)
+            all_rows = Rows(self, jnp.int32(0), self.rows)
             results |= products(all_rows, results.pop("dlogits"), dx)
         else:
             results = self.loop(step, carry | dx, starts_sums=head.wrt != ("x",))
@@ -412,7 +422,7 @@ class _Chunks:
 
         return [finished(name) for name in (*["y"] * makes_losses, *head.wrt)]
 
-    def dlogits(self, rows: "_Rows", cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+    def dlogits(self, rows: "Rows", cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list whose last element is the dlogits of a chunk.
 
         If the call has saved results, this is the only element. Otherwise, the chunk's results
@@ -435,7 +445,7 @@ class _Chunks:
         tw = None if tw is None else self.padded(tw, self.dtype)
         tb = None if tb is None else self.padded(tb, self.logits_dtype)
 
-        def step(rows: _Rows, carry: Carry) -> Carry:
+        def step(rows: Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
             logits = self.product(x, self.factor, self.bias)
             moves = []
@@ -456,7 +466,7 @@ class _Chunks:
         y, *others = (results[name] for name in names)
         return [self.weighted(y), *others]
 
-    def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
+    def residuals(self, call: Call, rows: "Rows", logits: jax.Array) -> Carry:
         """Return a dict of the residuals from which the derivative of a chunk's loss is computed.
 
         Results and statistics that the forward pass did not save are recomputed.
@@ -509,7 +519,7 @@ class _Chunks:
         )
         return result.astype(dtype)
 
-    def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
+    def call(self, shape: tuple[int, ...], rows: "Rows") -> Call:
         """Return the static description of the loss that is computed from a chunk's logits.
 
         `shape` is the shape of these logits.
@@ -540,7 +550,7 @@ class _Chunks:
 
     def loop(
         self,
-        step: Callable[["_Rows", Carry], Carry],
+        step: Callable[["Rows", Carry], Carry],
         carry: Carry,
         *,
         starts_sums: bool = False,
@@ -559,7 +569,7 @@ class _Chunks:
 
         def body(i: jax.Array, carry: Carry, *, in_loop: bool = True) -> Carry:
             def run(i: jax.Array, carry: Carry) -> Carry:
-                return step(_Rows(self, i), carry)
+                return step(Rows(self, i), carry)
 
             return (jax.checkpoint(run, prevent_cse=not in_loop) if self.recompute else run)(
                 i, carry
@@ -576,8 +586,7 @@ class _Chunks:
         Inside `jax.shard_map`, a type says over which mesh axes an array varies. The initial carry,
         an array of zeros, varies over none of them.
         """
-        arrays = [a for a in (self.x, self.weight, self.labels) if a is not None]
-        own = (jax.typeof(a).manual_axis_type.varying for a in arrays)
+        own = (jax.typeof(a).manual_axis_type.varying for a in self.operands)
         over = frozenset().union(*own)
         if name in self.head.outputs:  # `step` sums these arrays over all shards of classes.
             over -= {*self.over.classes}
@@ -587,12 +596,12 @@ class _Chunks:
 class _Teacher:
     """The teacher's linear layer in a divergence. Its logits are constants."""
 
-    def __init__(self, chunks: _Chunks, arrays: dict[str, jax.Array]):
+    def __init__(self, chunks: Chunks, arrays: dict[str, jax.Array]):
         self.chunks, self.x, weight = chunks, arrays["teacher_x"], arrays["teacher_weight"]
         self.dtype, self.logits_dtype = chunks.head.dtypes(self.x.dtype, weight.dtype)
         self.weight, self.bias = chunks.padded(weight, self.dtype), arrays.get("teacher_bias")
 
-    def logits(self, rows: "_Rows") -> jax.Array:
+    def logits(self, rows: "Rows") -> jax.Array:
         """Return the teacher's logits for the rows of a chunk."""
         x = rows.of_x(self.x).astype(self.dtype)
         logits = self.chunks.dot(x, self.weight, (1, 0), self.logits_dtype)
@@ -601,7 +610,7 @@ class _Teacher:
         return logits + self.chunks.padded(self.bias, self.logits_dtype)[None]
 
 
-class _Rows:
+class Rows:
     """The rows of one chunk, with methods that slice the arrays of the call.
 
     All chunks have the same number of rows, without padding. If this number does not divide the
@@ -612,7 +621,7 @@ class _Rows:
     need aligned addresses, so the slices are copied.
     """
 
-    def __init__(self, chunks: _Chunks, index: jax.Array, size: int | None = None):
+    def __init__(self, chunks: Chunks, index: jax.Array, size: int | None = None):
         size = size or chunks.chunk
         short = -chunks.rows % size
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
@@ -668,8 +677,27 @@ class _Rows:
 
         The gradient of weight is a sum over all rows, so a NaN in a masked row would spread to it.
         """
-        part = self.of(x)
-        return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
+        return self.unmasked(self.of(x))
+
+    def unmasked(self, part: jax.Array) -> jax.Array:
+        """Return an array of this chunk's rows, with zeros in masked rows."""
+        return part if self.counted is None else jnp.where(_like(self.counted, part), part, 0)
+
+    def filled(self, part: jax.Array) -> jax.Array:
+        """Return an array of this chunk's rows; masked rows become copies of an unmasked row.
+
+        If there is no unmasked row, they become copies of the first row, with zeros for floats.
+        """
+        if self.counted is None:
+            return part
+        first = lax.argmax(self.counted, 0, jnp.int32)
+        row = lax.dynamic_index_in_dim(part, first, 0)
+        row = self.if_any(row) if jnp.issubdtype(part.dtype, jnp.inexact) else row
+        return jnp.where(_like(self.counted, part), part, row)
+
+    def if_any(self, a: jax.Array) -> jax.Array:
+        """Return `a`, or zeros if all rows of this chunk are masked."""
+        return a if self.counted is None else jnp.where(jnp.any(self.counted), a, 0)
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         part = launching.own_buffer(part) if self.overlaps else part

@@ -26,7 +26,7 @@ from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.operations import linear_loss_chunks
-from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over
+from jaxnorm.operations.linear_loss_call import OF_ROWS, Kind, LinearLossCall, Over
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.recomputation import linear
@@ -35,10 +35,11 @@ from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 _GRADIENT = "jaxnorm_linear_gradient"
 
 
-class _LossRules(Rules[LinearLossCall]):
+class LossRules(Rules[LinearLossCall]):
     """The JAX rules of the linear losses."""
 
     static = "head"
+    chunks: type[linear_loss_chunks.Chunks] = linear_loss_chunks.Chunks
 
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Return the types of a call's results.
@@ -63,15 +64,16 @@ class _LossRules(Rules[LinearLossCall]):
         return types
 
     def plain(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays)
+        return linear_loss_chunks.run(head, *arrays, chunks=self.chunks)
 
     def on_shard(self, head: LinearLossCall, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays, **layout)
+        return linear_loss_chunks.run(head, *arrays, chunks=self.chunks, **layout)
 
     def differentiated(
         self, head: LinearLossCall, *arrays: jax.Array, **layout: Any
     ) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
+        options = {"chunks": self.chunks, "recompute": True, **layout}
+        return linear_loss_chunks.run(head, *arrays, **options)
 
     def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # The results include gradients, so the tangents are second-order derivatives.
@@ -147,7 +149,7 @@ class _LossRules(Rules[LinearLossCall]):
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
-        parameters = {"weight", "bias", "teacher_weight"}
+        parameters = {"weight", "bias", "teacher_weight", "shared"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
         returns_gradients = head.direction == "fwd" and bool(head.wrt)
         if returns_gradients or parameters & {*head.kinds_returned, *batched}:
@@ -191,9 +193,12 @@ class _LossRules(Rules[LinearLossCall]):
         of_rows = by_name.get("labels", x)
         stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
         rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
-        gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
+        gathered: tuple[tuple[str, ...], ...] = ((),) * len(rows)
+        if head.splits_classes:
+            gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
         rows = [names[: len(names) - len(last)] for names, last in zip(rows, gathered)]
-        classes = () if {*sum(rows, ())} & {*stored[1]} else stored[1]
+        is_whole = {*sum(rows, ())} & {*stored[1]} or not head.splits_classes
+        classes = () if is_whole else stored[1]
         features = sharding.axes_over(x, len(rows), mesh)
         for name in (*stored[0], *stored[1]):
             if name not in (*sum(rows, ()), *classes, *features):
@@ -221,6 +226,7 @@ class _LossRules(Rules[LinearLossCall]):
             "teacher_weight": ((), classes),
             "mask": (*rows, classes),
             "total": (),
+            "shared": (),
         }
 
         def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
@@ -312,19 +318,24 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
 def _without_left_out_rows(
     head: LinearLossCall, primals: Arrays, tangents: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Return the tangents with x's tangent set to 0 in rows whose weight in ``where`` is 0.
+    """Return the tangents, with those of rows set to 0 where the weight in ``where`` is 0.
 
-    x's gradient is 0 in these rows. It is multiplied by x's tangent, and if the tangent were NaN
-    there, the product would be NaN.
+    The gradient of x is 0 in these rows. It is multiplied by x's tangent, and if the tangent were
+    NaN there, the product would be NaN.
     """
     where = dict(zip(head.primals, primals)).get("where")
-    if where is None or "x" not in tangents:
+    if where is None:
         return tangents
-    counts = jnp.broadcast_to(counted(where)[..., None], tangents["x"].shape)
-    counts, along = sharding.vary_alike([counts, tangents["x"]])
-    along = jnp.where(sharding.lie_alike(counts, along), along, 0)
-    return tangents | {"x": along}
+
+    def of_counted(along: jax.Array) -> jax.Array:
+        counts = jnp.expand_dims(counted(where), range(where.ndim, along.ndim))
+        counts = jnp.broadcast_to(counts, along.shape)
+        counts, along = sharding.vary_alike([counts, along])
+        return jnp.where(sharding.lie_alike(counts, along), along, 0)
+
+    kinds = dict(zip(head.primals, head.kinds_of(head.primals)))
+    return {n: of_counted(t) if kinds[n] in OF_ROWS else t for n, t in tangents.items()}
 
 
-_RULES = _LossRules()
+_RULES = LossRules()
 bind = _RULES.bind

@@ -104,9 +104,11 @@ class Rules[P: Pass](abc.ABC):
 
     Attributes:
       static: name of the primitive's parameter that has the call as its value.
+      check_vma: the argument of `jax.shard_map` in which a pass runs on shards.
     """
 
     static = "call"
+    check_vma = True
 
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
@@ -346,7 +348,7 @@ class Rules[P: Pass](abc.ABC):
     def anywhere(self, run: Run, call: P, *arrays: jax.Array) -> list[jax.Array]:
         """Return ``run(call, *arrays)``, in `jax.shard_map` if the mesh has Explicit axes."""
         whole, shards = functools.partial(run, call), functools.partial(self.shards, call, run)
-        return sharding.run(whole, shards, arrays)
+        return sharding.run(whole, shards, arrays, check_vma=self.check_vma)
 
     def partitioned(self, call: P) -> Run:
         """Return a function that runs the pass, with a rule for XLA's partitioner.

@@ -100,11 +100,12 @@ def _implementations() -> Iterator[tuple[str, str]]:
         yield name, f"can run on {here}" if absence is None else f"not on {here}: {absence}"
 
 
-# Public objects that run no code on the device, with a description of each.
+# Public objects without an implementation of their own, with a description of each.
 _TOOLS = {
     "auto_remat": "plans on the host, when a function is differentiated",
     "check_params": "judges a model's parameters on the host",
     "implementation_for": "traces a call on the host, and runs nothing",
+    "linear_loss": "runs a given function, and the calls in it, on each chunk of rows",
     "memory_report": "traces a derivative on the host, and runs nothing",
     "remat_plan": "traces a derivative on the host, and runs nothing",
     "save_policy": "a policy of jax.checkpoint: which residuals it saves",
