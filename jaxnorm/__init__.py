@@ -74,7 +74,7 @@ __all__ = [
     "softmax_cross_entropy_with_integer_labels",
 ]
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"
 
 # Set `__module__` of the public objects to "jaxnorm", for signatures and tracebacks. help(jaxnorm)
 # lists only objects with this value.
