@@ -471,8 +471,11 @@ BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross
 #: Keys of entries that differ from another entry only in one option.
 VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
 
-#: Public functions that have no derivatives.
-OTHERS = {"check_params", "implementation_for", "linear_loss", "memory_report"}
+#: Public functions that have no derivatives, or whose first argument is a function.
+OTHERS = {
+    *("auto_remat", "check_params", "implementation_for"),
+    *("linear_loss", "memory_report", "remat_plan"),
+}
 
 
 def public_functions() -> set[str]:
