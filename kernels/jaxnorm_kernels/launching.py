@@ -45,9 +45,9 @@ def overwritable(operand: jax.Array) -> Any:
 
     XLA must give such a kernel a single buffer that contains the operand and receives the result.
     It does so only if the operand is an entire array. If the operand were a slice, the kernel would
-    get an address for the result, to which nobody has copied the operand. The operand may be a
-    slice in the compiled program even if it is an entire array in JAX's program: XLA merges matmuls
-    that have a common operand, and slices their results from the result of the merged matmul.
+    read from the buffer of the result, and XLA would not copy the slice to this buffer. The operand
+    may be a slice in the compiled program even if it is an entire array in JAX's program: XLA
+    merges matmuls that have a common operand, and slices the result of the merged matmul.
     """
     return jax.new_ref(own_buffer(operand))
 
@@ -55,8 +55,8 @@ def overwritable(operand: jax.Array) -> Any:
 def overwritten(ref: Any) -> jax.Array:
     """Return the contents of a ref made by `overwritable`, after the kernel.
 
-    The result, too, has a separate buffer. Otherwise, XLA could let the kernel write it into a part
-    of another array, to which nobody has copied the operand.
+    The result also has a separate buffer. Otherwise, XLA could let the kernel write it into a part
+    of another array, without copying the operand there.
     """
     return own_buffer(jax.freeze(ref))
 

@@ -169,7 +169,7 @@ MERGED = {
 
 @pytest.mark.parametrize("name", MERGED)
 def test_only_entire_arrays_are_overwritten(name, compiler):
-    """A kernel that overwrites logits gets them in a buffer of their own, even if XLA merges them.
+    """A kernel that overwrites logits gets them in a separate buffer, even if XLA merges matmuls.
 
     The values of such programs are tested on a GPU in `test_merged_matmuls.py`.
     """
