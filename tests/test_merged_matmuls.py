@@ -2,7 +2,7 @@
 
 XLA merges matmuls that have a common operand, such as the weight of several chunks or of several
 losses. The kernels of the loss overwrite the logits with their gradients, so each kernel needs the
-logits of its chunk in a buffer of its own. `mosaic/test_slices.py` shows without a GPU that they
+logits of its chunk in a separate buffer. `mosaic/test_slices.py` shows without a GPU that they
 have one.
 """
 
