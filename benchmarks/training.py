@@ -78,8 +78,12 @@ class Step:
         return jitted.trace(*self._types)
 
     @functools.cached_property
+    def lowered(self) -> Any:
+        return self.trace().lower()
+
+    @functools.cached_property
     def run(self) -> Any:
-        return self.trace().lower().compile(self.options)
+        return self.lowered.compile(self.options)
 
     @functools.cached_property
     def initial(self) -> Callable[[], State]:

@@ -519,3 +519,45 @@ def test_unrolled_layers_need_less_memory(name, monkeypatch):
     assert temp(auto_remat(loss)) <= temp(loss) - (plan.default - plan.total)
     least = auto_remat(loss, budget=plan.frontier[-1].bytes)
     assert temp(least) < temp(auto_remat(loss))
+
+
+def test_a_budget_recomputes_one_layer_after_the_other(monkeypatch):
+    """Equal layers tie. The frontier has a point for each of them, and no operation runs thrice.
+
+    Fewer saved bytes do not need more memory, but for the arrays of the layer that runs again.
+    """
+    monkeypatch.setitem(globals(), "LAYERS", 4)
+    w = jnp.concatenate([W, W[:1]])
+    plan = jaxnorm.remat_plan(unrolled, w, X)
+    dots, temps = [], []
+    for point in plan.frontier:
+        gradient = jax.grad(auto_remat(unrolled, budget=point.bytes))
+        dots.append(counts(gradient, w, X)["dot_general"])
+    for point in plan.frontier[::4]:
+        compiled = jax.jit(jax.grad(auto_remat(unrolled, budget=point.bytes))).lower(w, X).compile()
+        temps.append(compiled.memory_analysis().temp_size_in_bytes)
+    plain = counts(jax.grad(unrolled), w, X)["dot_general"]
+    again = [n - plain for n in dots]
+    assert again == sorted(again)
+    assert {*again} == {*range(max(again) + 1)}
+    assert LAYERS // 2 < max(again) <= LAYERS
+    assert all(below <= above + X.nbytes for above, below in itertools.pairwise(temps))
+
+
+def test_the_logits_of_a_linear_loss_are_computed_again_last():
+    head = jax.random.normal(_KEYS[0], (COLS, 4 * COLS))
+    labels = jnp.arange(ROWS)
+
+    def loss(w, x, head):
+        y = jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+        return jaxnorm.linear_softmax_cross_entropy(y, head, labels)
+
+    plan = jaxnorm.remat_plan(loss, W, X, head)
+    runs = []
+    for point in plan.frontier:
+        gradient = jax.grad(auto_remat(loss, budget=point.bytes))
+        found = counts(gradient, W, X, head)
+        runs.append((found["jaxnorm.linear_softmax_cross_entropy"], found["dot_general"]))
+    assert runs[0][0] == 1
+    most = max(dots for _, dots in runs)
+    assert all(dots == most for losses, dots in runs if losses > 1)

@@ -110,7 +110,7 @@ def seconds(equation: Any) -> float:
     operations, bandwidth = _rates()
     if name in _FREE:
         return 0.0
-    if bodies := _bodies(equation):
+    if name != "pallas_call" and (bodies := _bodies(equation)):
         runs = equation.params.get("length", 1) if name == "scan" else 1
         return runs * sum(seconds(e) for body in bodies for e in body.eqns)
     read, written = (sum(size(v.aval) for v in vs) for vs in (equation.invars, equation.outvars))
@@ -136,7 +136,7 @@ def _bodies(equation: Any) -> list[Any]:
 
 
 def _flops(equation: Any, name: str) -> float:
-    """Return the number of operations of a matmul, a convolution or an attention."""
+    """Return the number of operations of a matmul, a convolution, an attention or a kernel."""
     shapes: list[tuple[int, ...]] = [getattr(v.aval, "shape", ()) for v in equation.invars]
     outputs = math.prod(getattr(equation.outvars[0].aval, "shape", ()))
     if name == "dot_general":
@@ -149,6 +149,11 @@ def _flops(equation: Any, name: str) -> float:
         flops = 2 * outputs * math.prod(shapes[1]) // max(shapes[1][features], 1)
     elif "dot_product_attention" in name and len(shapes[0]) == 4:
         flops = 4 * math.prod(shapes[0]) * shapes[1][1]
+    elif name == "pallas_call":
+        return float(getattr(equation.params["cost_estimate"], "flops", 0))
+    elif name.startswith("jaxnorm.linear_"):
+        # If a linear loss runs again, its forward pass computes the logits, but no gradients.
+        flops = 2 * math.prod(shapes[0]) * math.prod(shapes[1]) // max(shapes[0][-1], 1)
     else:
         return 0.0
     # A matmul of 32-bit numbers takes about twice as long as one of 16 bits.
