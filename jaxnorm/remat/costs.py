@@ -95,6 +95,8 @@ def is_costly(equation: Any) -> bool:
         return True
     if name in _CALLS:
         return any(is_costly(e) for body in _bodies(equation) for e in body.eqns)
+    if name == "dot_general" and _terms(equation) == 1:
+        return False  # an outer or elementwise product, as `jnp.einsum` makes them
     is_cheap = any(name in table for table in (_ELEMENTWISE, _REDUCTIONS, _FREE, _RANDOM_BITS))
     return not is_cheap and not _is_row_function(name)
 
@@ -146,8 +148,7 @@ def _flops(equation: Any, name: str) -> float:
     shapes = [_shape(v.aval) for v in equation.invars]
     outputs = sum(math.prod(_shape(v.aval)) for v in equation.outvars[:1])
     if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        flops = 2 * outputs * math.prod(shapes[0][i] for i in contracted)
+        flops = 2 * outputs * _terms(equation)
     elif name.startswith("ragged_dot"):
         flops = 2 * outputs * shapes[0][-1]
     elif name == "conv_general_dilated":
@@ -164,3 +165,9 @@ def _flops(equation: Any, name: str) -> float:
         return 0.0
     # A matmul of 32-bit numbers takes about twice as long as one of 16 bits.
     return flops * max(1, equation.invars[0].aval.dtype.itemsize / 2)
+
+
+def _terms(matmul: Any) -> int:
+    """Return the number of products that each element of a matmul's result adds up."""
+    (contracted, _), _ = matmul.params["dimension_numbers"]
+    return math.prod(matmul.invars[0].aval.shape[i] for i in contracted)
