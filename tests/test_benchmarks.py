@@ -1,8 +1,6 @@
 """The benchmarks without a GPU: what is measured, what the providers compute, rows and tables."""
 
 import dataclasses
-import functools
-import inspect
 import itertools
 import re
 import subprocess
@@ -14,11 +12,9 @@ import pytest
 from program_error import assert_computes
 from reference import SAFETY, assert_within, exact, unit_roundoff
 
-import jaxnorm
 from benchmarks import (
     against_plain,
     calls,
-    compile_times,
     jax_side,
     providers,
     results,
@@ -125,22 +121,6 @@ def test_bad_arguments(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_suite_of_compile_times_has_every_public_function():
-    ours = set()
-    for op in compile_times.OPS:
-        function = providers.function("jaxnorm", op, "bfloat16")
-        while isinstance(function, functools.partial):
-            function = function.func
-        ours |= {function.__name__} | {*function.__code__.co_names}
-    # Functions without kernels, or that the suite does not have.
-    others = {
-        *("auto_remat", "remat_plan", "save_policy", "memory_report", "implementation_for"),
-        *("check_params", "linear_loss", "gated_linear", "activation_linear", "rms_norm_linear"),
-    }
-    functions = {n for n in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, n))}
-    assert functions - others <= ours
-
-
 # How calls are timed.
 
 
@@ -150,14 +130,6 @@ def test_medians_over_calls():
     assert timing.gbps(16_000) == pytest.approx(2.0)
     with pytest.raises(RuntimeError, match="7 kernels in 3 calls"):
         calls.of_kernels([1.0] * 7, calls=3)
-
-
-def test_operands_do_not_fit_into_the_cache():
-    for size in (10_000_000, 100_000_000, 10_000_000_000):
-        assert calls.buffers_for(size) >= 2
-        assert calls.buffers_for(size) * size >= 5 * calls.L2_BYTES
-    assert calls.words_for(8_000) == (1_000, 1.0)
-    assert calls.words_for(int(2.5 * calls.COPY_BYTES)) == (calls.COPY_BYTES // 8, 2.5)
 
 
 @pytest.fixture
