@@ -243,6 +243,30 @@ def test_arguments_and_results_of_all_kinds():
                 np.testing.assert_array_equal(a, b)
 
 
+def test_leaves_that_are_no_arrays():
+    """Strings and objects of NumPy are passed unchanged."""
+    names = np.array(["name", None], object)
+    f = auto_remat(lambda x, text, names: (jnp.sum(x**2), (text, names)))
+    gradient, (text, found) = jax.grad(f, has_aux=True)(X, np.str_("text"), names)
+    np.testing.assert_array_equal(gradient, 2 * X)
+    assert text == "text"
+    assert found is names
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_arrays_that_custom_rules_close_over(f, kind):
+    """The derivative has inputs that the function lacks."""
+    table = jnp.arange(1.0, COLS + 1) / COLS
+    if kind == "jvp":
+        rule = jax.custom_jvp(jnp.tanh)
+        rule.defjvp(lambda x, dx: (rule(*x), dx[0] * table * jnp.cos(x[0])))
+    else:
+        rule = jax.custom_vjp(jnp.tanh)
+        rule.defvjp(lambda x: (rule(x), table * jnp.sin(x)), lambda y, dy: (dy * y * table,))
+    assert_same_gradients(functools.partial(f, layer=lambda x, w: rule(layer(x, w))), W, X)
+
+
 def test_results_that_are_constants():
     """A branch that returns a Python number has a literal among its results."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.calls import private_jax
@@ -147,8 +148,13 @@ class Call:
 
 
 def is_array(a: Any) -> bool:
-    """Return True for an array or a `jax.ShapeDtypeStruct`; False for numbers of Python."""
-    return isinstance(a, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    """Return True for an array or a `jax.ShapeDtypeStruct`; False for numbers of Python.
+
+    JAX has no arrays of strings, dates or Python objects, so those of NumPy are not arrays either.
+    """
+    if isinstance(a, (np.ndarray, np.generic)):
+        return jnp.issubdtype(a.dtype, np.number) or a.dtype in (np.bool_, jax.dtypes.float0)
+    return isinstance(a, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def check_budget(function: str, budget: Any) -> None:
