@@ -2,8 +2,10 @@
 
 import collections
 import functools
+import html
 import importlib
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -496,13 +498,129 @@ def test_a_loop_inside_of_a_layer():
     assert_same_gradients(f, W, X, remat=remat)
 
 
-def test_a_printed_plan():
-    plan = jaxnorm.remat_plan(scanned, W, X)
+def assert_fits(plan):
+    """Assert that a plan is printed in 45 lines of 100 characters, also in notebooks."""
     lines = str(plan).splitlines()
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 100
-    assert any("checkpoint_name" in line for line in lines)
-    assert str(plan).splitlines()[0] in plan._repr_html_()
+    shown = plan._repr_html_()
+    assert shown.startswith("<pre>")
+    assert html.unescape(shown.removeprefix("<pre>").removesuffix("</pre>")) == str(plan)
+
+
+@pytest.mark.parametrize("budget", [None, 0.2])
+@pytest.mark.parametrize("is_scan", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("name", remat_models.LAYERS)
+def test_printed_plans_of_models(name, is_scan, budget):
+    plan = jaxnorm.remat_plan(
+        model(remat_models.LAYERS[name][0], is_scan), *arguments_of_models(), budget=budget
+    )
+    assert_fits(plan)
+    if name == "llama" and budget is None:
+        _, by_hand = str(plan).split("the same by hand: ")
+        text = re.sub(r" +remat_models.py:\d+ +", "", by_hand)
+        for line in (
+            'q = checkpoint_name(q, "q")',
+            'k = checkpoint_name(k, "k")',
+            'checkpoint_name(attention(q, k, v), "attention")',
+            'checkpoint_name(dense(y, p["gate"]), "gate")',
+            'checkpoint_name(dense(y, p["up"]), "up")',
+        ):
+            assert line in text.splitlines()
+        assert "save_only_these_names(" in text
+
+
+_LOSS = """
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+def dense(x, w):
+    return x @ w
+
+def normed(x):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True))
+
+def loss(w, x):
+    h = dense(normed(x), w[0])
+    a, b = dense(jnp.sin(h), w[1]), h[:, :4] @ w[0][:4]
+    y = jax.nn.silu(a) * jnp.tanh(b)
+    y += dense(normed(y), w[2])
+    return jnp.sum(dense(jnp.cos(y), w[0]) ** 2)
+"""
+
+
+def test_lines_of_a_plan_save_the_same_arrays(tmp_path):
+    """The source code with the lines of a plan saves the same bytes, and has the same gradient."""
+    file = tmp_path / "loss.py"
+
+    def loss_of(text):
+        file.write_text(text)
+        scope = {}
+        exec(compile(text, file, "exec"), scope)
+        return scope["loss"]
+
+    plan = jaxnorm.remat_plan(loss_of(_LOSS), W, X)
+    assert_fits(plan)
+    by_hand = str(plan).split("the same by hand: ")[1]
+    changed = _LOSS.splitlines()
+    names = []
+    for number, target, inner, name in re.findall(
+        r"loss\.py:(\d+) +(?:(\w+) = )?checkpoint_name\((.+), \"(\w+)\"\)", by_hand
+    ):
+        line = int(number) - 1
+        names.append(name)
+        if target:
+            assert inner == target
+            indent = len(changed[line]) - len(changed[line].lstrip())
+            changed[line] += f"\n{' ' * indent}{target} = checkpoint_name({inner}, {name!r})"
+        else:
+            place = f"checkpoint_name({inner}, {name!r})"
+            assert inner in changed[line]
+            changed[line] = changed[line].replace(inner, place)
+    assert len({*names}) == len(names) == 5
+    assert all(f'"{name}"' in by_hand.split("policy = ")[1] for name in names)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    f = jax.checkpoint(loss_of("\n".join(changed)), policy=policy)
+    assert jaxnorm.memory_report(f, W, X).total == plan.total
+    assert_same(lambda: jax.grad(f)(W, X), lambda: jax.grad(loss_of(_LOSS))(W, X))
+
+
+class Axes:
+    """Axes of matplotlib, which record their curves and labels."""
+
+    def __init__(self):
+        self.curves, self.labels, self.has_legend = [], [], False
+
+    def plot(self, x, y, *args, **kwargs):
+        self.curves.append((x, y))
+
+    def set_xlabel(self, label):
+        self.labels.append(label)
+
+    set_ylabel = set_xlabel
+
+    def legend(self):
+        self.has_legend = True
+
+
+def test_a_plot_of_the_frontier():
+    plan = jaxnorm.remat_plan(scanned, W, X)
+    axes = Axes()
+    assert plan.plot(axes) is axes
+    (sizes, shares), ((size,), (share,)) = axes.curves
+    assert [p.bytes for p in plan.frontier] == [2**20 * mib for mib in sizes]
+    np.testing.assert_array_equal(shares, [100 * p.recompute for p in plan.frontier])
+    assert (size, share) == (plan.total / 2**20, 100 * plan.recompute)
+    assert axes.labels == ["saved MiB", "recomputation, % of both passes"]
+    assert axes.has_legend
+
+
+def test_a_plot_with_matplotlib():
+    pytest.importorskip("matplotlib").use("Agg")
+    axes = jaxnorm.remat_plan(scanned, W, X).plot()
+    assert len(axes.lines) == 2
+    assert axes.get_xlabel() == "saved MiB"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -135,6 +135,7 @@ class _Search:
                 target = least.bytes
             else:
                 target = above.point.bytes - (above.memory - self._limit) / _slope(before, above)
+            point: Point | None
             point = cuts.within(survey.graphs, max(target, least.bytes), above.point, below.point)
             if point.cuts in tried:
                 # A program that runs less again can need less memory than one that saves less.
