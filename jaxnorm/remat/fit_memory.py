@@ -151,7 +151,7 @@ class _Search:
         if below.compiled is None:
             reached = min(self._memories)
             raise ValueError(
-                f"{_NAME}: limit={self._limit} bytes; the least that {len(self._memories)} "
+                f"{_NAME}: limit={self._limit:.0f} bytes; the least that {len(self._memories)} "
                 f"compilations reached is {reached} bytes; give a larger limit, wrap a larger part "
                 "of the step with remat, or make the batch smaller"
             )
