@@ -5,7 +5,7 @@ Usage, from the root of the repository::
     python -m benchmarks.fit_memory [--model llama-1b] [--layers scan] [--temp 10,8,7] [--tiny]
 
 The step is that of `benchmarks.auto_remat`: a plain model with jaxnorm's linear loss, and AdamW
-with donated parameters. A limit is the size of its arguments, and a number of gigabytes for temporary
+with donated parameters. A limit is the size of its arguments, and gigabytes for temporary
 memory. Prints, for each limit: the limit and the memory in gigabytes, the number of compilations,
 the seconds of `fit_memory`, and milliseconds of a step (the median).
 """
