@@ -1,10 +1,12 @@
 """Lines with ``checkpoint_name``, by which a user saves the arrays of a plan by hand."""
 
 import ast
+import collections
 import functools
 import itertools
 import linecache
 import os
+import re
 from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
@@ -67,7 +69,7 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
     expressions, such as a function's result and a call of the function, the one is chosen that is
     evaluated for the fewest other arrays.
     """
-    graphs = [_Calls(program) for program in programs]
+    graphs = [*map(_Calls, programs)]
 
     @functools.cache
     def named(span: _Span) -> frozenset[Var]:
@@ -78,7 +80,7 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
 
     def price(span: _Span) -> tuple[int, bool]:
         excess = sum(costs.size(v.aval) for v in named(span) - wanted)
-        return excess, _target(span) is None
+        return excess, not _targets(span.file)[span]
 
     chosen: dict[_Span, None] = {}
     covered: set[Var] = set()
@@ -91,23 +93,19 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
                 chosen[best] = None
                 covered |= named(best)
     found: list[Line] = []
+    count = collections.Counter[str]()
     for span in chosen:
-        words = {line.name for line in found}
-        target = _target(span)
-        word = target or _word(_node(span))
-        name = next(w for w in _numbered(word) if w not in words)
-        text = f"{target} = " if target else ""
-        text += f'checkpoint_name({target or _source(span)}, "{name}")'
+        target, code = _targets(span.file)[span], _source(span)
+        word = target or _word(code)
+        count[word] += 1
+        name = word if count[word] == 1 else f"{word}_{count[word]}"
+        text = f'checkpoint_name({target or short(code, _WIDTH)}, "{name}")'
+        text = f"{target} = {text}" if target else text
         found.append(Line(f"{os.path.basename(span.file)}:{span.line}", text, name))
     return found
 
 
-def _numbered(word: str) -> Iterator[str]:
-    yield word
-    for i in itertools.count(2):
-        yield f"{word}_{i}"
-
-
+# Primitives whose operand and result can be saved in place of one another.
 _COPYING = {"reshape", "squeeze", "transpose"}
 # The derivatives of these primitives use the result itself, and not a copy with a name. A policy
 # of names therefore computes the result again from the operand, which should be saved instead.
@@ -140,7 +138,7 @@ class _Calls:
         """Return the expressions whose value is `v`, the innermost first."""
         i = self._maker[v]
         levels = enumerate(self._chains[i])
-        return [s for level, s in levels if _node(s) is not None and v in self._values(i, level)]
+        return [s for level, s in levels if s in _targets(s.file) and v in self._values(i, level)]
 
     def equals(self, v: Var) -> list[Var]:
         """Return the arrays that can be saved in place of `v`, with `v` itself, the best first.
@@ -223,73 +221,42 @@ def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _nodes(file: str) -> tuple[dict[_Span, ast.AST], dict[ast.AST, ast.AST]]:
-    """Return the expressions of a file, and for each node of its syntax tree the node around it."""
+def _targets(file: str) -> dict[_Span, str]:
+    """Return the expressions of a file with the variables that they are assigned to, or ""."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # such as a cell of a notebook with commands of the shell
-        return {}, {}
-    spans: dict[_Span, ast.AST] = {}
-    around: dict[ast.AST, ast.AST] = {}
+        return {}
+    found: dict[_Span, str] = {}
     for node in ast.walk(tree):
-        around.update((child, node) for child in ast.iter_child_nodes(node))
-        if isinstance(node, (ast.expr, ast.AugAssign)):
-            ends = node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
-            spans.setdefault(_Span(file, node.lineno, *ends), node)
-    return spans, around
-
-
-def _node(span: _Span) -> ast.AST | None:
-    return _nodes(span.file)[0].get(span)
-
-
-def _target(span: _Span) -> str | None:
-    """Return the variable to which the value of an expression is assigned."""
-    nodes, around = _nodes(span.file)
-    if (node := nodes.get(span)) is None:
-        return None
-    outer = around[node]
-    target: ast.AST | None = None
-    if isinstance(node, ast.AugAssign):
-        target = node.target
-    elif isinstance(outer, ast.Assign) and len(outer.targets) == 1:
-        target = outer.targets[0]
-    elif isinstance(outer, ast.AnnAssign):
-        target = outer.target
-    elif isinstance(outer, ast.Tuple) and isinstance(assign := around[outer], ast.Assign):
-        targets = assign.targets[0]
-        if isinstance(targets, ast.Tuple) and len(targets.elts) == len(outer.elts):
-            target = targets.elts[outer.elts.index(node)]  # type: ignore[arg-type]
-    return target.id if isinstance(target, ast.Name) else None
+        pairs: list[tuple[Any, Any]] = []
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=many)], value=ast.Tuple(elts=values)):
+                pairs = [*zip(values, many)] if len(values) == len(many) else []
+            case ast.Assign(targets=[target], value=value):
+                pairs = [(value, target)]
+            case ast.AugAssign(target=target):
+                pairs = [(node, target)]
+            case ast.expr():
+                pairs = [(node, None)]
+        for value, target in pairs:
+            span = _Span(
+                file, value.lineno, value.end_lineno, value.col_offset, value.end_col_offset
+            )
+            found[span] = found.get(span, "") or str(getattr(target, "id", ""))
+    return found
 
 
 def _source(span: _Span) -> str:
-    """Return an expression as one line of code, which is cut if it is long."""
-    node = _node(span)
-    if span.line == span.end_line:
-        line = linecache.getline(span.file, span.line).encode()
-        text = line[span.column : span.end_column].decode()
-    else:
-        text = ast.unparse(node) if node is not None else ""
-    return short(text, _WIDTH)
+    """Return an expression as one line of code."""
+    parts = [line.encode() for line in linecache.getlines(span.file)[span.line - 1 : span.end_line]]
+    parts[-1] = parts[-1][: span.end_column]
+    parts[0] = parts[0][span.column :]
+    return " ".join(part.decode().strip() for part in parts)
 
 
-def _word(node: ast.AST | None) -> str:
-    """Return a name for the value of an expression: a key or a function that occurs in it."""
-    match node:
-        case ast.Name(id=word) | ast.Attribute(attr=word):
-            return word
-        case ast.Subscript(value=inner, slice=key):
-            return _key(key) or _word(inner)
-        case ast.BinOp(right=inner) | ast.UnaryOp(operand=inner):
-            return _word(inner)
-        case ast.Call(func=function, args=arguments):
-            keys = [_key(a.slice) for a in arguments if isinstance(a, ast.Subscript)]
-            return next(filter(None, reversed(keys)), _word(function))
-    return "saved"
-
-
-def _key(node: ast.AST) -> str:
-    """Return the key of a subscript if it is a word, else ""."""
-    word = node.value if isinstance(node, ast.Constant) else None
-    return word if isinstance(word, str) and word.isidentifier() else ""
+def _word(code: str) -> str:
+    """Return a name for the value of an expression: a key, a function or a variable in it."""
+    patterns = r"""\[["'](\w+)["']\]""", r"(\w+)\(", r"([^\W\d]\w*)"
+    keys, functions, names = (re.findall(pattern, code) for pattern in patterns)
+    return next(iter([*keys[-1:], *functions[:1], *names[:1], "saved"]))
