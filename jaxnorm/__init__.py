@@ -33,6 +33,7 @@ from jaxnorm.operations.norm_rope import rms_norm_rope
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy
 from jaxnorm.remat.auto_remat import auto_remat
+from jaxnorm.remat.fit_memory import fit_memory
 from jaxnorm.tools.check_params import NormReport, ParamReport, check_params
 from jaxnorm.tools.memory_report import MemoryReport, memory_report
 from jaxnorm.tools.plan import Plan, implementation_for
@@ -51,6 +52,7 @@ __all__ = [
     "add_rms_norm",
     "auto_remat",
     "check_params",
+    "fit_memory",
     "gated_linear",
     "implementation_for",
     "kl_divergence",

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -116,3 +116,15 @@ def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | 
 
         return remat.rules, remat.remat_transform, checkpoint_name_fwd
     return None
+
+
+def raw_frames(equation: Any) -> list[tuple[CodeType, int]]:
+    """Return the code objects in which an equation was traced, and positions in their bytecode.
+
+    The innermost one comes first. If JAX lacks the method, the result is empty, and a printed plan
+    of `remat_plan` has no lines with names of arrays.
+    """
+    trace = equation.source_info.traceback
+    with contextlib.suppress(AttributeError):
+        return [*zip(*trace.raw_frames())]
+    return []

@@ -13,7 +13,7 @@ from jaxnorm.calls import private_jax
 from jaxnorm.primitives.recomputation import without_constants
 from jaxnorm.remat import planning
 from jaxnorm.remat.planning import Budget
-from jaxnorm.remat.regions import Mask, Pricing, Region
+from jaxnorm.remat.regions import Mask, Plan, Pricing, Region
 
 _NAME = "jaxnorm.auto_remat"
 
@@ -68,13 +68,19 @@ def auto_remat[**P, T](
     if not callable(fun):
         raise TypeError(f"{_NAME}: fun is a {type(fun).__name__}; expected a function")
     check_budget(_NAME, budget)
-    static = indices(_NAME, "static_argnums", static_argnums)
+    return planned(fun, lambda: Planner(budget), indices(_NAME, "static_argnums", static_argnums))
+
+
+def planned[**P, T](
+    fun: Callable[P, T], plan: Callable[[], Plan], static: Sequence[int] = ()
+) -> Callable[P, T]:
+    """Return a function whose derivative saves what a plan chooses; `plan` makes one per call."""
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         call = Call(fun, args, kwargs, static)
         region = call.region(in_loop=private_jax.is_in_a_loop())
-        return call.results(region(Planner(budget), *call.arrays))
+        return call.results(region(plan(), *call.arrays))
 
     return run
 

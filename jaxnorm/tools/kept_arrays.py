@@ -366,7 +366,7 @@ def _folders() -> tuple[str, ...]:
     return (*(os.path.join(folder, "") for folder in installed), *map(_folder, _LIBRARIES))
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
     """Return True for a file of an installed package, or of Python."""
     packages = ("site-packages", "dist-packages")
     return file.startswith((*_folders(), "<")) or not {*file.split(os.sep)}.isdisjoint(packages)
@@ -382,7 +382,7 @@ def is_called_by(value: Value, package: str) -> bool:
     for frame in _frames(value.equation) if value.equation is not None else ():
         if frame.file_name.startswith(_folder(package)):
             return True
-        if not _is_installed(frame.file_name):
+        if not is_installed(frame.file_name):
             return False
     return False
 
@@ -398,7 +398,7 @@ def _line(equation: Any) -> str:
     for frame in _frames(equation):
         folder, name = os.path.split(frame.file_name)
         line = f"{name}:{frame.line_num} ({frame.function_name})"
-        if not _is_installed(frame.file_name):
+        if not is_installed(frame.file_name):
             return line
         is_other = not frame.file_name.startswith(("<", *map(_folder, _LIBRARIES)))
         parts = folder.split(os.sep)
