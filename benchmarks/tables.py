@@ -210,7 +210,7 @@ def steps(folders: Sequence[Path]) -> str:
 
 
 def compile_times(folders: Sequence[Path]) -> str:
-    """Return two tables of seconds to trace, lower and compile: operations, and training steps."""
+    """Return tables of seconds to trace, lower and compile: operations, and training steps."""
     rows = rows_of("compile", folders)
     by_op: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in rows:
@@ -236,7 +236,8 @@ def compile_times(folders: Sequence[Path]) -> str:
         if row["op"] in STEPS
     ]
     header_of_steps = ["training step", "functions", *(f"{part} s" for part in parts)]
-    return f"{table(header, body)}\n\n{table(header_of_steps, of_steps)}"
+    both = ((header, body), (header_of_steps, of_steps))
+    return "\n\n".join(table(*each) for each in both if each[1])
 
 
 # Maps the name of each table to its suite and to a function of the folders of results.
