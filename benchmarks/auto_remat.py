@@ -7,7 +7,8 @@ Usage, from the root of the repository::
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
-and lower the step. All rows run in one process, one after the other, three times.
+and lower the step. All rows run in one process, one after the other, three times. Rows whose names
+begin with "maxtext" have MaxText's policies, and the linear loss.
 """
 
 import argparse
@@ -30,16 +31,42 @@ from benchmarks.language_models import Model, Params
 from benchmarks.variants import Array, rotated
 from jaxnorm.remat import regions
 
-_NAMES = ("q", "k", "v", "attended", "h", "gate", "up", "mid")
 _STEPS, _ROUNDS = 8, 3
 _BUDGETS = (0.2, 0.1, 0.05, 0.03)
+_QKV = ("q", "k", "v")
+_MLP = ("gate", "up", "mid")  # "mid" is the hidden array of GPT-2
+#: For each policy, the names of the arrays that a layer saves. MaxText's policies (version 0.2.5,
+#: `maxtext/layers/nnx_decoders.py`) have other names there: query_proj, key_proj, value_proj,
+#: context ("attended"), out_proj ("out"), mlpwi_0, mlpwi_1 (_MLP), mlpwo ("down").
+NAMES: dict[str, tuple[str, ...]] = {
+    "names": (*_QKV, "attended", "h", *_MLP),
+    "maxtext minimal_with_context": (*_QKV, "attended", "out", *_MLP, "down"),
+    "maxtext minimal": (*_QKV, "out", *_MLP, "down"),
+    "maxtext save_dot_with_context_except_mlp": (*_QKV, "attended", "out"),
+    "maxtext save_dot_except_mlpwi": (*_QKV, "out", "down"),
+    "maxtext save_dot_except_mlp": (*_QKV, "out"),
+    "maxtext save_qkv_proj": _QKV,
+    "maxtext save_out_proj": ("out",),
+    "maxtext full": (),
+}
 
 
-def _policy(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Save the arrays that have names, and the results of cuDNN's attention."""
-    if str(primitive) == "name":
-        return params["name"] in _NAMES
-    return "dot_product_attention_fwd" in str(primitive)
+def policy(names: tuple[str, ...]) -> Callable[..., bool]:
+    """Return a policy that saves arrays with these names.
+
+    "attended" stands for the results of cuDNN's attention: its output and its statistics. They are
+    saved without a name, because a scan would save both the output and its named copy.
+    """
+
+    def save(primitive: Any, *_: Any, **params: Any) -> bool:
+        if str(primitive) == "name":
+            return params["name"] in names
+        return "attended" in names and "dot_product_attention_fwd" in str(primitive)
+
+    return save
+
+
+language_models._POLICIES |= {key: {"policy": policy(names)} for key, names in NAMES.items()}  # type: ignore[misc]
 
 
 def gpt2(model: Model, params: Params, x: Array) -> Array:
@@ -50,12 +77,13 @@ def gpt2(model: Model, params: Params, x: Array) -> Array:
         y = use.layer_norm(x, **p["attention_norm"])
         qkv = jnp.split(language_models.dense(use.linear, y, p["qkv"]), 3, axis=-1)
         q, k, v = (name(model.heads(a), n) for a, n in zip(qkv, "qkv"))
-        attended = name(model.attend(q, k, v), "attended")
+        attended = model.attend(q, k, v)
         branch = language_models.dense(use.heads_linear, attended, p["attention_out"])
-        x = name(x + branch, "h")
+        x = name(x + name(branch, "out"), "h")
         y = use.layer_norm(x, **p["mlp_norm"])
         h = name(language_models.dense(use.linear, y, p["mlp_in"]), "mid")
-        return x + use.activation_linear(h, p["mlp_out"]["kernel"], p["mlp_out"]["bias"])
+        down = use.activation_linear(h, p["mlp_out"]["kernel"], p["mlp_out"]["bias"])
+        return x + name(down, "down")
 
     x = x + params["positions"][: x.shape[1]].astype(x.dtype)
     return use.layer_norm(model.stack(layer, x, params["layers"]), **params["norm"])
@@ -70,11 +98,11 @@ def llama(model: Model, params: Params, x: Array) -> Array:
         y = use.rms_norm(x, **p["attention_norm"])
         q, k, v = (model.heads(use.linear(y, p[n])) for n in "qkv")
         q, k, v = name(rotated(q, *tables), "q"), name(rotated(k, *tables), "k"), name(v, "v")
-        attended = name(model.attend(q, k, v), "attended")
-        x = name(x + use.heads_linear(attended, p["attention_out"]), "h")
+        attended = model.attend(q, k, v)
+        x = name(x + name(use.heads_linear(attended, p["attention_out"]), "out"), "h")
         y = use.rms_norm(x, **p["mlp_norm"])
         gate, up = (name(use.linear(y, p[n]), n) for n in ("gate", "up"))
-        return x + use.gated_linear(gate, up, p["down"])
+        return x + name(use.gated_linear(gate, up, p["down"]), "down")
 
     return use.rms_norm(model.stack(layer, x, params["layers"]), **params["norm"])
 
@@ -85,7 +113,7 @@ class Row:
 
     Attributes:
       variant: name of a variant of the model's functions.
-      remat: the rematerialisation of each layer, as in `models`, or "names".
+      remat: the rematerialisation of each layer, as in `models`, or a key of `NAMES`.
       auto: a function that is applied to the loss, or None.
     """
 
@@ -111,13 +139,14 @@ ROWS = {
     "auto, norms, linear loss": Row(_NORMS, auto=_auto()),
     **{f"auto, linear loss, budget {b}": Row(_LINEAR, auto=_auto(b)) for b in _BUDGETS},
     **{f"auto, norms, linear loss, budget {b}": Row(_NORMS, auto=_auto(b)) for b in _BUDGETS},
+    **{key: Row(_LINEAR, key) for key in NAMES if key != "names"},
 }
 
 
 def step(model: str, layers: Any, row: Row) -> training.Step:
     """Return a training step, lowered."""
     size = models.MODELS[model]
-    of_names = {"gpt2": gpt2, "llama": llama} if row.remat == "names" else _PLAIN_MODELS
+    of_names = {"gpt2": gpt2, "llama": llama} if row.remat in NAMES else _PLAIN_MODELS
     language_models._MODELS.update(of_names)
     language_models.train_step = functools.partial(_train_step, row.auto or (lambda f: f))
     cell = models.TrainingCell(model, row.remat, layers, "bfloat16", size.batch, row.variant)
@@ -171,7 +200,7 @@ def measure(model: str, layers: str, rows: list[str]) -> None:
     for row, run in steps.items():
         ms = times[row]
         print(
-            f"{model:11} {layers:9} {row:32} {min(ms):8.2f} ms ({min(ms) / best:.3f})  median "
+            f"{model:11} {layers:9} {row:41} {min(ms):8.2f} ms ({min(ms) / best:.3f})  median "
             f"{statistics.median(ms):8.2f}  temp {run.temp_bytes / 1e9:6.2f} GB  loss "
             f"{losses[row]:.4f}  traced in {seconds[row]:.1f} s",
             flush=True,
@@ -190,7 +219,6 @@ def main() -> None:
     regions.BARRIERS = options.barriers
     plain = variants.VARIANTS["jnp"]
     variants.VARIANTS[_LINEAR] = dataclasses.replace(plain, loss=variants.loss_without_logits)
-    language_models._POLICIES["names"] = {"policy": _policy}  # type: ignore[index]
     if options.tiny:
         small: dict[str, Any] = {
             "layers": 4,

@@ -23,8 +23,8 @@ import needs
 import pytest
 import refused
 import sample
+import triton_programs
 
-from benchmarks import triton_programs
 from jaxnorm.calls import backends
 from jaxnorm.primitives.rules import in_one_chunk
 

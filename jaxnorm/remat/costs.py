@@ -58,6 +58,8 @@ _RANDOM_BITS = {
     "random_bits", "random_fold_in", "random_seed", "random_split", "rng_bit_generator",
     "rng_uniform", "threefry2x32",
 }  # fmt: skip
+# The size of an axis whose size is symbolic (`jax.export.symbolic_shape`).
+_SYMBOLIC = 1024
 # Operations on inner programs that run once.
 _CALLS = {"jit", "closed_call", "core_call", "custom_jvp_call", "remat2"}
 
@@ -75,11 +77,15 @@ def bytes_per_second() -> float:
 
 def size(aval: Any) -> int:
     """Return the number of bytes of an array on one device; 0 for other types, such as tokens."""
-    shape = tuple(getattr(aval, "shape", ()))
+    shape = _shape(aval)
     sharding = getattr(aval, "sharding", None)
     if sharding is not None and any(getattr(sharding, "spec", ())):
         shape = sharding.shard_shape(shape)
     return math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def _shape(aval: Any) -> tuple[int, ...]:
+    return tuple(n if isinstance(n, int) else _SYMBOLIC for n in getattr(aval, "shape", ()))
 
 
 def is_costly(equation: Any) -> bool:
@@ -89,6 +95,8 @@ def is_costly(equation: Any) -> bool:
         return True
     if name in _CALLS:
         return any(is_costly(e) for body in _bodies(equation) for e in body.eqns)
+    if name == "dot_general" and _terms(equation) == 1:
+        return False  # an outer or elementwise product, as `jnp.einsum` makes them
     is_cheap = any(name in table for table in (_ELEMENTWISE, _REDUCTIONS, _FREE, _RANDOM_BITS))
     return not is_cheap and not _is_row_function(name)
 
@@ -137,11 +145,10 @@ def _bodies(equation: Any) -> list[Any]:
 
 def _flops(equation: Any, name: str) -> float:
     """Return the number of operations of a matmul, a convolution, an attention or a kernel."""
-    shapes: list[tuple[int, ...]] = [getattr(v.aval, "shape", ()) for v in equation.invars]
-    outputs = math.prod(getattr(equation.outvars[0].aval, "shape", ()))
+    shapes = [_shape(v.aval) for v in equation.invars]
+    outputs = sum(math.prod(_shape(v.aval)) for v in equation.outvars[:1])
     if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        flops = 2 * outputs * math.prod(shapes[0][i] for i in contracted)
+        flops = 2 * outputs * _terms(equation)
     elif name.startswith("ragged_dot"):
         flops = 2 * outputs * shapes[0][-1]
     elif name == "conv_general_dilated":
@@ -158,3 +165,9 @@ def _flops(equation: Any, name: str) -> float:
         return 0.0
     # A matmul of 32-bit numbers takes about twice as long as one of 16 bits.
     return flops * max(1, equation.invars[0].aval.dtype.itemsize / 2)
+
+
+def _terms(matmul: Any) -> int:
+    """Return the number of products that each element of a matmul's result adds up."""
+    (contracted, _), _ = matmul.params["dimension_numbers"]
+    return math.prod(matmul.invars[0].aval.shape[i] for i in contracted)

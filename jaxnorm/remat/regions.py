@@ -357,7 +357,8 @@ class Region:
         outputs = [*derivative.outputs, *(v for v in saved if v not in {*inputs})]
         equations = needed(derivative.known, outputs, with_effects=True)
         arrays = jaxpr_as_fun(program.closed(equations, inputs, outputs))(*primals)
-        values = dict(zip(inputs, primals)) | dict(zip(outputs, arrays))
+        made = {v: a for v, a in zip(outputs, arrays) if not isinstance(v, Literal)}
+        values = dict(zip(inputs, primals)) | made
         along = dict(zip(derivative.tangents, tangents))
         available = {*saved, *inputs}
         last_use = {
