@@ -93,31 +93,37 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
 
 
-def test_the_readme_shows_committed_figures():
-    """The README's table by case has rows of docs/auto_remat.md and of the H200's training.csv.
+def measured_steps() -> set[tuple[str, str]]:
+    """Return pairs: the milliseconds and the GB of temporary memory of each measured step.
 
-    Each row has the milliseconds and the GB of temporary memory of a step of Llama and of GPT-2.
+    They are from the H200's training.csv and docs/auto_remat.md.
     """
-    measured = set()
-    with (ROOT / "benchmarks/results/nvidia_h200/training.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["status"] == "ok":
-                measured.add((f"{float(row['ms']):.1f}", f"{float(row['temp_bytes']) / 1e9:.1f}"))
     page = (ROOT / "docs/auto_remat.md").read_text(encoding="utf-8").replace("**", "")
-    numbers = re.compile(r"\| (\d+\.\d) (?=\| (\d+\.\d) \|)")
-    measured |= set(numbers.findall(page))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, table = readme.partition("| your layers are |")
-    cases = table.partition("\n\n")[0].splitlines()[2:]
-    assert len(cases) >= 8
-    for case in cases:
-        ms, gb, other_ms, other_gb = re.findall(r"(?<=\| )\d+\.\d(?= \|)", case)
-        assert {(ms, gb), (other_ms, other_gb)} <= measured, case
+    steps = set(re.findall(r"\| (\d+\.\d) (?=\| (\d+\.\d) \|)", page))
+    with (ROOT / "benchmarks/results/nvidia_h200/training.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    return steps | {(f"{float(r['ms']):.1f}", f"{float(r['temp_bytes']) / 1e9:.1f}") for r in rows}
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "least"),
+    [("README.md", "| your layers are |", 8), ("docs/results.md", "| layers, remat |", 5)],
+)
+def test_training_steps_have_committed_figures(page, header, least):
+    """In each row, columns with milliseconds and with GB alternate; a → b stands for two steps."""
+    _, _, table = (ROOT / page).read_text(encoding="utf-8").partition(header)
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) >= least
+    for row in rows:
+        cells = [cell.split(" → ") for cell in re.findall(r"(?<=\| )[\d.→ ]+(?= \|)", row)]
+        steps = [pair for ms, gb in zip(*[iter(cells)] * 2) for pair in zip(ms, gb, strict=True)]
+        assert steps
+        assert {*steps} <= measured_steps(), row
 
 
 def test_the_docs_are_short():
     """The pages have at most 38,000 words, and the index links each of them."""
-    pages = [page for page in PAGES if page.parent.name == "docs"]
+    pages = [page for page in PAGES if page.parent == ROOT / "docs"]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     assert sum(len(text.split()) for text in texts) <= 38_000
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
