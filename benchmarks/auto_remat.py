@@ -3,7 +3,7 @@
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
-        [--rows "plain;names"] [--barriers saved] [--tiny]
+        [--rows "plain;auto*"] [--barriers saved] [--tiny]
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
@@ -14,6 +14,7 @@ begin with "maxtext" have MaxText's policies, and the linear loss.
 import argparse
 import concurrent.futures
 import dataclasses
+import fnmatch
 import functools
 import statistics
 import time
@@ -212,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="llama-1b,gpt2-small")
     parser.add_argument("--layers", default="scan,unrolled")
-    parser.add_argument("--rows", default="", help="prefixes of rows, separated by semicolons")
+    parser.add_argument("--rows", default="*", help='such as "plain;auto*"')
     parser.add_argument("--barriers", default=regions.BARRIERS, help="saved, recomputed or none")
     parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
     options = parser.parse_args()
@@ -231,8 +232,8 @@ def main() -> None:
             kv_heads = 4 if size.kind == "gpt2" else 2
             tiny = dataclasses.replace(size, kv_heads=kv_heads, seq=256, batch=2, **small)
             models.MODELS[key] = tiny
-    prefixes = tuple(options.rows.split(";"))
-    rows = [row for row in ROWS if row.startswith(prefixes)]
+    patterns = options.rows.split(";")
+    rows = [row for row in ROWS if any(fnmatch.fnmatch(row, pattern) for pattern in patterns)]
     print(jax.__version__, jax.devices()[0].device_kind, flush=True)
     for model in options.models.split(","):
         for layers in options.layers.split(","):
