@@ -1,4 +1,4 @@
-"""Prints tables of results, as README.md and the documentation show them.
+"""Prints tables of results.
 
 python -m benchmarks.tables                           the committed results
 python -m benchmarks.tables blocks compile            two of the tables
@@ -36,7 +36,7 @@ WORKLOADS: dict[str, type[Any]] = {
     "loss": LossWorkload,
 }
 _STEP = ("model", "remat", "layers", "dtype", "batch", "mesh")
-# The variants of models that the README compares.
+# The variants of models that `steps` compares.
 _COMPARED = (PLAIN, "jaxnorm-products")
 
 
@@ -191,7 +191,7 @@ def capacity(folders: Sequence[Path]) -> str:
 
 
 def steps(folders: Sequence[Path]) -> str:
-    """Return the README's table: scanned training steps in plain JAX and with all of jaxnorm."""
+    """Return a table of scanned training steps in plain JAX and with all of jaxnorm."""
     batches = _by_step(rows_of("capacity", folders))
     body = []
     for step, variants in _by_step(rows_of("training", folders)).items():

@@ -1,9 +1,8 @@
-"""Fused softmax, cross-entropy, LayerNorm and RMSNorm for JAX with small residuals for backward.
+"""jaxnorm makes training in JAX, Flax and equinox need less memory.
 
-Softmax and the norms save their output for the backward pass, not their input. A norm can be fused
-with the residual addition before or after it. The functions are drop-in replacements for the
-softmax functions and norms of :mod:`jax.nn` and Flax, and for optax's cross-entropy.
-``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax modules that use them.
+`auto_remat` lets any function save the least for its backward pass, and its norms, softmax, MLPs
+and linear losses store few arrays and run as GPU kernels. ``jaxnorm.linen``, ``jaxnorm.nnx`` and
+``jaxnorm.equinox`` have modules that use them, and convert existing models.
 """
 
 from jaxnorm.calls.backends import Choice

@@ -1,5 +1,6 @@
 """The Python blocks of the README and the docs run; all blocks of a page form one program."""
 
+import csv
 import pkgutil
 import re
 from pathlib import Path
@@ -55,8 +56,8 @@ def test_the_pages_have_examples():
 
     `without` lists the pages without examples.
     """
-    without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
-    without |= {"results", "structure", "testing"}
+    without = {"benchmarks", "correctness", "errors", "replaces", "results"}
+    without |= {"structure", "testing"}
     assert {page.stem for page in PAGES if not blocks(page)} == without
     assert sum(len(blocks(page)) for page in PAGES) >= 30
 
@@ -89,7 +90,44 @@ def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def measured_steps() -> set[tuple[str, str]]:
+    """Return pairs: the milliseconds and the GB of temporary memory of each measured step.
+
+    They are from the H200's training.csv and docs/auto_remat.md.
+    """
+    page = (ROOT / "docs/auto_remat.md").read_text(encoding="utf-8").replace("**", "")
+    steps = set(re.findall(r"\| (\d+\.\d) (?=\| (\d+\.\d) \|)", page))
+    with (ROOT / "benchmarks/results/nvidia_h200/training.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    return steps | {(f"{float(r['ms']):.1f}", f"{float(r['temp_bytes']) / 1e9:.1f}") for r in rows}
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "least"),
+    [("README.md", "| your layers are |", 8), ("docs/results.md", "| layers, remat |", 5)],
+)
+def test_training_steps_have_committed_figures(page, header, least):
+    """In each row, columns with milliseconds and with GB alternate; a → b stands for two steps."""
+    _, _, table = (ROOT / page).read_text(encoding="utf-8").partition(header)
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) >= least
+    for row in rows:
+        cells = [cell.split(" → ") for cell in re.findall(r"(?<=\| )[\d.→ ]+(?= \|)", row)]
+        steps = [pair for ms, gb in zip(*[iter(cells)] * 2) for pair in zip(ms, gb, strict=True)]
+        assert steps
+        assert {*steps} <= measured_steps(), row
+
+
+def test_the_docs_are_short():
+    """The pages have at most 38,000 words, and the index links each of them."""
+    pages = [page for page in PAGES if page.parent == ROOT / "docs"]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    assert sum(len(text.split()) for text in texts) <= 38_000
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert [page for page in pages if page.stem != "index" and f"]({page.name})" not in index] == []
 
 
 def test_pages_say_that_linear_losses_return_the_mean():
