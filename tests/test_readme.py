@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import jaxnorm
+from benchmarks import auto_remat
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -142,3 +143,14 @@ def test_pages_say_that_linear_losses_return_the_mean():
         for name in of_page:
             found = [row for row in rows if row.startswith("|") and f"`{name}" in row]
             assert any("the mean; masks and weights go into `where=`" in row for row in found), page
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+def test_figures_of_auto_remat_are_those_of_committed_results(layers):
+    table = auto_remat.table(layers)
+    assert table in (ROOT / "docs" / "auto_remat.md").read_text()
+    rows = {row.split(" | ")[0]: row.split(" | ")[1:] for row in table.splitlines()}
+    shown = (ROOT / "README.md").read_text()
+    for row in ("plain", "names, linear loss", "auto, linear loss", "auto, norms, linear loss"):
+        figures = [f"{float(cell.rstrip(' |')):.1f}" for cell in rows[f"| {row}"]]
+        assert f"| {' | '.join(figures)} |" in shown
