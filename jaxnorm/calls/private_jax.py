@@ -108,13 +108,15 @@ def batch_custom_vjps() -> None:
         ) -> Any:
             moving = iter(dims[num_res:])
             targets = [0 if is_zero else next(moving) for is_zero in in_zeros]
-            of_bwd = [*dims[:num_res], *[0] * len(out_avals)]
-            more = () if jax.__version_info__ < (0, 12) else (lambda: num_res, "custom_vjp")
-            bwd = batching.batch_custom_vjp_bwd(bwd, core.TraceTag(), axis, of_bwd, targets, *more)
+            given = [*dims[:num_res], *[0] * len(out_avals)]
+            more: Any = () if jax.__version_info__ < (0, 12) else (lambda: num_res, "custom_vjp")
+            static |= {"num_res": num_res, "in_zeros": in_zeros}
+            static["bwd"] = batching.batch_custom_vjp_bwd(
+                bwd, core.TraceTag(), axis, lambda: given, targets, *more
+            )
             size, sharding = axis.size, axis.explicit_mesh_axis
             avals = tuple(core.unmapped_aval(size, 0, a, sharding) for a in out_avals)
-            batched = {"num_res": num_res, "bwd": bwd, "out_avals": avals, "in_zeros": in_zeros}
-            results = ad.custom_lin_p.bind(*operands, **batched, **static)
+            results = ad.custom_lin_p.bind(*operands, out_avals=avals, **static)
             return results, [0] * len(results)
 
         batching.fancy_primitive_batchers[ad.custom_lin_p] = batch
