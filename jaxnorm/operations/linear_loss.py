@@ -10,12 +10,16 @@ import numpy as np
 from jaxnorm.operations import checks, linear_loss_primitive, scales
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.linear_loss_call import (
+    OF_LOGITS,
     Function,
     LinearLossCall,
+    Program,
     Reduction,
-    check_implementation,
+    chunk_rows,
+    loss_of_rows,
+    matmul_dtypes,
 )
-from jaxnorm.operations.loss import check_numbers, counted, softcap, weighted
+from jaxnorm.operations.loss import counted, loss_call, weighted
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
@@ -137,78 +141,125 @@ def linear_softmax_cross_entropy(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    checks.one_of(NAME, "reduction", reduction, get_args(Reduction))
-    return _of_linear_logits(
+    return _of_labels(
         NAME,
-        (x, weight, labels, bias, where),
-        logits_scale,
-        logit_softcap,
-        chunk,
-        dtype,
-        implementation,
+        (x, weight, labels, bias, where, logits_scale, chunk, dtype),
         reduction=reduction,
-        label_smoothing=checks.number(
-            NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1
-        ),
-        z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_softcap=logit_softcap,
+        implementation=implementation,
     )[0]
 
 
-def _of_linear_logits(
-    function: Function,
-    operands: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
-    logits_scale: ArrayLike,
-    logit_softcap: float | None,
-    chunk: int | None,
-    dtype: DTypeLike | None,
-    implementation: Name | None,
-    **options: Any,
-) -> list[jax.Array]:
+def _of_labels(function: Function, arguments: tuple[Any, ...], **options: Any) -> list[jax.Array]:
     """Check the arguments of a public function that takes labels, and return its results.
 
-    `operands` are x, weight, labels, bias and where. `options` are further fields of
-    `LinearLossCall`.
+    `arguments` are those that `_bound` takes, with labels. `options` are further arguments of
+    `_bound`.
     """
-    x, weight, labels, bias, where = operands
+    x, weight, labels, bias, where, *others = arguments
     x = checks.float_array(function, "x", x)
     weight = checks.float_array(function, "weight", weight)
     if x.ndim and weight.ndim == 2:
         logits = (*x.shape[:-1], weight.shape[1])
         checks.not_one_hot(function, labels, logits, (len(logits) - 1,))
     labels = checks.integer_array(function, "labels", labels)
-    is_several = function == _LOG_PROB and labels.ndim == x.ndim
     check_shapes(function, x, weight)
+    is_several = function == _LOG_PROB and labels.ndim == x.ndim
     _check_labels(function, x, weight, labels, is_several=is_several)
-    arrays = [x, weight]
-    if bias is not None:
-        arrays.append(bias_array(function, "bias", bias, weight))
-    arrays.append(labels)
-    options |= {"has_bias": bias is not None, "several": is_several}
-    head = _call_of(function, chunk, logit_softcap, dtype, implementation, **options)
-    wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
-    scale = scales.of_logits(function, logits_scale, x.shape[:-1], wide)
-    has_scale = scale.array is not None
-    head = head.replaced(logits_scale=scale.number, has_scale=has_scale)
-    check_numbers(function, wide, head)
     weights = None
     if where is not None:
-        array, of_classes = _where(head, where, x, weight)
-        head = head.replaced(has_where=not of_classes, has_mask=of_classes)
-        if function == _LOG_PROB and array.dtype != bool:
+        where = _where(function, where, x, weight, others[-1])
+        if function == _LOG_PROB and where.dtype != bool:
             # The primitive's results are also residuals, and the derivative needs them before they
             # are multiplied by the weights. So the primitive does not take the weights, but a mask
             # of the positions with a nonzero weight. The code below multiplies the results of the
             # primitive by the weights.
-            weights, array = array, counted(array)
-        arrays.append(array)
-    if scale.array is not None:
-        arrays.append(scale.array)
-    check_implementation(head, x, weight)
-    results = linear_loss_primitive.bind(head, *arrays)
+            weights, where = where, counted(where)
+    operands = {"candidates" if is_several else "labels": labels}
+    candidates = labels.shape[-1] if is_several else None
+    arguments = x, weight, bias, where, *others
+    results = _bound(function, arguments, operands, candidates=candidates, **options)
     if weights is None:
         return results
     of_labels = weights[..., None] if is_several else weights
     return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
+
+
+def _bound(
+    function: Function,
+    arguments: tuple[Any, ...],
+    operands: dict[str, jax.Array],
+    *,
+    reduction: Reduction = "none",
+    teacher: tuple[np.dtype, np.dtype] | None = None,
+    **options: Any,
+) -> list[jax.Array]:
+    """Check the remaining arguments of a public function, and return its results.
+
+    Args:
+      function: name of the public function.
+      arguments: x, weight, bias, where, logits_scale, chunk and dtype. All but the last four are
+        arrays that have been checked.
+      operands: further operands of the loss of logits.
+      reduction: the public function's argument.
+      teacher: the dtypes of the teacher's matmul: of its operands and of its logits.
+      options: further arguments of `loss_call`.
+    """
+    x, weight, bias, where, logits_scale, chunk, dtype = arguments
+    checks.one_of(function, "reduction", reduction, get_args(Reduction))
+    arrays = {"x": x, "weight": weight}
+    if bias is not None:
+        arrays["bias"] = bias_array(function, "bias", bias, weight)
+    positions, classes = x.shape[:-1], weight.shape[1]
+    dtypes = matmul_dtypes(function, asked_dtype(function, dtype), x.dtype, weight.dtype)
+    wide = checks.arithmetic_dtype(*dtypes, *(teacher or ()))
+    if where is not None and where.ndim < x.ndim:
+        arrays["where"] = where
+    arrays |= operands
+    if where is not None and where.ndim == x.ndim:
+        arrays["mask"] = where
+    of = "labels'" if teacher is None else "positions'"
+    scale = scales.of_logits(function, logits_scale, positions, wide, of=of)
+    if scale.array is not None:
+        arrays["logits_scale"] = scale.array
+    loss = loss_call(
+        function,
+        (classes,),
+        dtypes[1],
+        of=OF_LOGITS[function],
+        axis=-1,
+        mask=(classes,) if "mask" in arrays else None,
+        has_positions=False,
+        teacher_dtype=None if teacher is None else teacher[1],
+        logits_scale=scale.number,
+        has_scale=scale.array is not None,
+        **options,
+    )
+    head = LinearLossCall(
+        function,
+        Program(loss),
+        tuple(arrays)[2:],
+        tuple(name for name in ("x", "weight", "bias") if name in arrays),
+        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
+        dtypes=dtypes,
+        teacher=None if teacher is None else teacher[0],
+        precision=jax.config.jax_default_matmul_precision,
+        reduction=reduction,
+    )
+    if loss.implementation is not None:
+        columns = classes if teacher is None else 2 * classes
+        of_weight = weight.shape[0], columns
+        rows = chunk_rows(head.chunk, math.prod(positions), of_weight, dtypes[1], dtypes[0])
+        options = {"mask": 1, "has_positions": "where" in arrays}
+        loss_of_rows(loss, (rows, classes), **options).forced(loss.implementation)
+    return linear_loss_primitive.bind(head, *arrays.values())
+
+
+def asked_dtype(function: str, dtype: DTypeLike | None) -> np.dtype | None:
+    """Check the argument ``dtype``."""
+    return None if dtype is None else checks.dtype(function, "dtype", dtype)
 
 
 def bias_array(function: str, name: str, value: ArrayLike, weight: jax.Array) -> jax.Array:
@@ -219,49 +270,24 @@ def bias_array(function: str, name: str, value: ArrayLike, weight: jax.Array) ->
     return bias
 
 
-def _call_of(
-    function: Function,
-    chunk: int | None,
-    logit_softcap: float | None,
-    dtype: DTypeLike | None,
-    implementation: Name | None,
-    **options: Any,
-) -> LinearLossCall:
-    """Check the options that all linear losses have, and return the forward call.
-
-    The scale of the logits is 1. `options` are further fields of the call.
-    """
-    checks.implementation(function, implementation)
-    return LinearLossCall(
-        function,
-        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
-        logits_scale=1.0,
-        logit_softcap=softcap(function, logit_softcap),
-        dtype=None if dtype is None else checks.dtype(function, "dtype", dtype),
-        implementation=implementation,
-        precision=jax.config.jax_default_matmul_precision,
-        **options,
-    )
-
-
 def _where(
-    head: LinearLossCall, where: ArrayLike, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, bool]:
-    """Check the argument ``where``. Return a pair: an array, and a bool.
+    function: Function, where: ArrayLike, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None
+) -> jax.Array:
+    """Check the argument ``where`` of a function that takes labels.
 
-    If the bool is True, the array is a mask of classes. If it is False, the array is a boolean mask
-    of positions or float weights of positions, broadcast to ``x.shape[:-1]``.
+    The result has the axes of x if it is a mask of classes. Otherwise, it is a boolean mask of
+    positions or float weights of positions, broadcast to ``x.shape[:-1]``.
     """
-    function, of_labels = head.function, x.shape[:-1]
+    of_labels = x.shape[:-1]
     if function == NAME:
         _refuse_classes(where, x.shape, weight.shape[1])
-    loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
-    array = checks.weights(function, "where", where, loss_dtype)
+    dtypes = matmul_dtypes(function, asked_dtype(function, dtype), x.dtype, weight.dtype)
+    array = checks.weights(function, "where", where, checks.arithmetic_dtype(*dtypes))
     if function != NAME and array.ndim == x.ndim:
         also = ", or give weights of positions the axes of x without the last one"
         array = checks.boolean(function, "where", where, also)
         shape = (*of_labels, weight.shape[1])
-        return checks.broadcastable(function, "where", array, shape, "logits'"), True
+        return checks.broadcastable(function, "where", array, shape, "logits'")
     if not checks.fits(array.shape, of_labels):
         takes_mask = function != NAME and array.dtype == bool
         logits = [(*of_labels, weight.shape[1])] if takes_mask else []
@@ -272,7 +298,7 @@ def _where(
             f"{', or how much' if function == NAME else classes}"
             f"{checks.reshaping('where', array.shape, of_labels, *logits)}"
         )
-    return jnp.broadcast_to(array, of_labels), False
+    return jnp.broadcast_to(array, of_labels)
 
 
 def _refuse_classes(where: ArrayLike, x: tuple[int, ...], classes: int) -> None:
@@ -427,9 +453,11 @@ def linear_log_prob_and_entropy(
       >>> log_prob.shape, log_prob.dtype.name, round(float(entropy[0, 0]), 2)
       ((4, 128), 'float32', 6.91)
     """
-    operands = x, weight, labels, bias, where
-    log_prob, entropy = _of_linear_logits(
-        _LOG_PROB, operands, logits_scale, logit_softcap, chunk, dtype, implementation
+    log_prob, entropy = _of_labels(
+        _LOG_PROB,
+        (x, weight, labels, bias, where, logits_scale, chunk, dtype),
+        logit_softcap=logit_softcap,
+        implementation=implementation,
     )
     return log_prob, entropy
 
@@ -535,7 +563,6 @@ def linear_kl_divergence(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    checks.one_of(_KL, "reduction", reduction, get_args(Reduction))
     x = checks.float_array(_KL, "x", x)
     weight = checks.float_array(_KL, "weight", weight)
     teacher_x = checks.float_array(_KL, "teacher_x", teacher_x)
@@ -553,36 +580,23 @@ def linear_kl_divergence(
             f"({teacher_weight.shape[0]}, {weight.shape[1]}), the classes of weight "
             f"{weight.shape}; slice the weight with more classes, or pad the other one and its bias"
         )
-    arrays = [x, weight]
-    teacher = [jax.lax.stop_gradient(teacher_x), jax.lax.stop_gradient(teacher_weight)]
-    for name, value, to in (("bias", bias, arrays), ("teacher_bias", teacher_bias, teacher)):
-        if value is not None:
-            array = bias_array(_KL, name, value, weight)
-            to.append(array if to is arrays else jax.lax.stop_gradient(array))
-    head = _call_of(
-        _KL,
-        chunk,
-        logit_softcap,
-        dtype,
-        implementation,
-        has_bias=bias is not None,
-        has_teacher_bias=teacher_bias is not None,
-        has_scale=scales.is_array(logits_scale),
-        teacher_softcap=softcap(_KL, teacher_logit_softcap, "teacher_logit_softcap"),
-        reverse=checks.flag(_KL, "reverse", reverse),
-        reduction=reduction,
-        has_where=where is not None,
-    )
-    types = {"x": x, "weight": weight, "teacher_x": teacher_x, "teacher_weight": teacher_weight}
-    wide = head.result_dtype(types)
-    scale = scales.of_logits(_KL, logits_scale, positions, wide, of="positions'")
-    head = head.replaced(logits_scale=scale.number)
-    arrays += teacher
+    operands = {"teacher_x": teacher_x, "teacher_weight": teacher_weight}
+    if teacher_bias is not None:
+        operands["teacher_bias"] = bias_array(_KL, "teacher_bias", teacher_bias, weight)
+    asked = asked_dtype(_KL, dtype)
+    teacher = matmul_dtypes(_KL, asked, teacher_x.dtype, teacher_weight.dtype)
     if where is not None:
-        arrays.append(of_positions(_KL, where, positions, wide))
-    if scale.array is not None:
-        arrays.append(scale.array)
-    check_numbers(_KL, wide, head)
-    teacher_dtype = head.dtypes(teacher_x.dtype, teacher_weight.dtype)[1]
-    check_implementation(head, x, weight, teacher_dtype)
-    return linear_loss_primitive.bind(head, *arrays)[0]
+        student = matmul_dtypes(_KL, asked, x.dtype, weight.dtype)
+        wide = checks.arithmetic_dtype(*student, *teacher)
+        where = of_positions(_KL, where, positions, wide)
+    return _bound(
+        _KL,
+        (x, weight, bias, where, logits_scale, chunk, dtype),
+        jax.lax.stop_gradient(operands),
+        reduction=reduction,
+        teacher=teacher,
+        logit_softcap=logit_softcap,
+        teacher_softcap=teacher_logit_softcap,
+        reverse=reverse,
+        implementation=implementation,
+    )[0]

@@ -201,7 +201,7 @@ def _of_rows(
 
 
 def loss_call(
-    function: Function,
+    function: str,
     shape: tuple[int, ...],
     dtype: np.dtype,
     *,
@@ -209,6 +209,7 @@ def loss_call(
     mask: tuple[int, ...] | None,
     has_positions: bool,
     implementation: Name | None,
+    of: Function | None = None,
     candidates: int | None = None,
     teacher_dtype: np.dtype | None = None,
     label_smoothing: float = 0.0,
@@ -228,6 +229,7 @@ def loss_call(
       mask: shape of the mask of classes, or None.
       has_positions: True if the call has a mask of positions.
       implementation: name of the implementation that the user requested, or None.
+      of: name of the public function of logits, if `function` is a linear loss; else None.
       candidates: number of labels of each position if labels have an additional axis for them. None
         if labels have no such axis, so that each position has one label.
       teacher_dtype: dtype of a divergence's teacher logits; None for a loss.
@@ -247,7 +249,7 @@ def loss_call(
             "many axes as logits), which says nothing of the targets of the others; expected 0, or "
             "a mask of positions with the axes of labels; leave one of both out"
         )
-    op = FUNCTIONS[function].op if candidates is None else FUNCTIONS[function].several
+    op = FUNCTIONS[of or function].op if candidates is None else FUNCTIONS[of or function].several
     dtypes = dtype, checks.arithmetic_dtype(dtype, teacher_dtype or dtype)
     options = LossOptions(
         has_mask=mask is not None,
@@ -263,7 +265,7 @@ def loss_call(
     )
     call = Call.forward(function, op, view, dtypes, options, implementation)
     check_numbers(function, call.spec.compute_dtype, call.spec.loss)
-    return call
+    return call.replaced(primitives=of)
 
 
 def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
