@@ -7,11 +7,11 @@ softmax functions and norms of :mod:`jax.nn` and Flax, and for optax's cross-ent
 """
 
 from jaxnorm.calls.backends import Choice
-from jaxnorm.operations.any_linear_loss import linear_loss
 from jaxnorm.operations.gated_linear import activation_linear, gated_linear
 from jaxnorm.operations.linear_loss import (
     linear_kl_divergence,
     linear_log_prob_and_entropy,
+    linear_loss,
     linear_softmax_cross_entropy,
 )
 from jaxnorm.operations.loss import (

@@ -183,19 +183,18 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
     return _sum_over(a, tuple(name for name in over if name not in scattered))
 
 
-def reduced(
-    losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
+def scale(
+    weights: jax.Array, reduction: Reduction, axes: Sequence[int], over: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Return the sum or the mean of `losses` over `axes`.
+    """Return the factor that turns the sum of the weighted losses over `axes` into the result.
 
-    `where` has a weight for each loss; None means that all weights are 1. `losses` are already
-    multiplied by their weights. The mean is the sum of `losses`, divided by the sum of the weights.
+    It is 1 for a sum, and 1 / (sum of weights) for a mean, or 0 if the weights add up to 0. `over`
+    are the mesh axes over which the weights are sharded.
     """
-    total = jnp.sum(losses, axes)
     if reduction == "sum":
-        return total
-    weights = jnp.ones_like(losses) if where is None else where.astype(losses.dtype)
-    return total * _inverse(jnp.sum(weights, axes))
+        return jnp.ones((), weights.dtype)
+    total = _sum_over(jnp.sum(weights, axes), over)
+    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
 
 
 Carry = dict[str, jax.Array]
@@ -430,25 +429,15 @@ class Chunks:
         return jnp.where(_like(self.counted, y), y, jnp.zeros_like(y))
 
     def scale(self) -> jax.Array:
-        """Return the factor that turns the sum of the losses into the result.
-
-        It is 1 for a sum, and 1 / (sum of weights) for a mean.
-        """
-        if self.head.reduction == "sum":
-            return jnp.ones((), self.wide)
-        if self.where is None:
-            shards = lax.axis_size(self.over.rows) if self.over.rows else 1
-            return jnp.asarray(1 / max(self.rows * shards, 1), self.wide)
-        return _inverse(_sum_over(jnp.sum(self.where, dtype=self.wide), self.over.rows))
+        weights = jnp.ones(self.rows) if self.where is None else self.where
+        return scale(weights.astype(self.wide), self.head.reduction, (0,), self.over.rows)
 
     def total(self, losses: jax.Array) -> jax.Array:
         return self.scale() * _sum_over(jnp.sum(self.masked(losses)), self.over.rows)
 
     # ------------------------------------------------------------------------------ one chunk
 
-    def of_chunk(
-        self, rows: "Rows", given: dict[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
         """Return the logits of a chunk, and the other operands of a traced function.
 
         In a traced function, a masked row has the arrays of a row that counts. So the function has
@@ -461,7 +450,7 @@ class Chunks:
         """
         is_traced = self.head.program.after is not None
         x = rows.filled(rows.of(given["x"])) if is_traced else rows.of_x(given["x"])
-        logits = self.product(x, given["weight"], given.get("bias"), *self.head.dtypes)
+        logits = self.product(x, given["weight"], given.get("bias"), self.head.dtypes)
         if not is_traced:
             return logits, {}
         arrays = {
@@ -472,9 +461,7 @@ class Chunks:
         logits, *others = sharding.vary_alike([logits, *arrays.values()])
         return logits, dict(zip(arrays, others))
 
-    def results(
-        self, rows: "Rows", logits: jax.Array, arrays: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+    def results(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> Carry:
         """Return the results of a chunk's rows and, if `keeps` is set in the call, statistics."""
         program, sources = self.head.program, [logits[:, : self.classes]]
         if program.loss is not None:
@@ -487,7 +474,7 @@ class Chunks:
 
     def derivative(
         self, rows: "Rows", cotangents: Sequence[jax.Array]
-    ) -> tuple[jax.Array | None, jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array | None, jax.Array, Carry]:
         """Return the first result of a chunk's rows, and the gradients of its logits and operands.
 
         If the forward pass saved results, the first result is None. The gradient of the logits has
@@ -536,30 +523,24 @@ class Chunks:
         (dlogits,) = _bound(call, operands | outputs, cotangents).values()
         return y, dlogits, others
 
-    def loss(
-        self, rows: "Rows", logits: jax.Array, arrays: dict[str, jax.Array]
-    ) -> tuple[Call, dict[str, jax.Array]]:
+    def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
         """Return the call of the jaxnorm loss that takes a chunk's logits, and its operands."""
         program, given = self.head.program, self.given
         loss = program.loss
         assert loss is not None
         if program.before is not None:
-            made = self.mapped(program.before, rows, [], arrays)
-            operands = dict(zip(loss.primals[1:], made))
+            operands = dict(zip(loss.primals[1:], self.mapped(program.before, rows, [], arrays)))
             if "teacher_logits" in operands:
-                operands["teacher_logits"] = self.padded(operands["teacher_logits"], None)
+                operands["teacher_logits"] = self.padded(operands["teacher_logits"])
         else:
-            operands = {
-                n: rows.of(given[n]) for n in loss.primals if kind(n) == "row" and n in given
-            }
-            if "mask" in given:
-                operands["mask"] = (
-                    given["mask"] if len(given["mask"]) == 1 else rows.of(given["mask"])
-                )
-            if self.head.teacher is not None:
-                dtypes = self.head.teacher, loss.spec.loss.teacher_dtype
-                x, bias = rows.of_x(given["teacher_x"]), given.get("teacher_bias")
-                operands["teacher_logits"] = self.product(x, given["teacher_weight"], bias, *dtypes)
+            operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
+        if self.head.teacher is not None:
+            x, dtypes = (
+                rows.of_x(given["teacher_x"]),
+                (self.head.teacher, loss.spec.loss.teacher_dtype),
+            )
+            of_teacher = given["teacher_weight"], given.get("teacher_bias")
+            operands["teacher_logits"] = self.product(x, *of_teacher, dtypes)
         counts = [a for a in (rows.counted, operands.get("positions")) if a is not None]
         if counts:
             operands["positions"] = functools.reduce(jnp.logical_and, counts)
@@ -577,36 +558,22 @@ class Chunks:
         return call, {"x": logits, "saved": logits} | operands
 
     def mapped(
-        self,
-        traced: ClosedJaxpr | None,
-        rows: "Rows",
-        sources: Sequence[jax.Array],
-        arrays: dict[str, jax.Array],
+        self, traced: Any, rows: "Rows", sources: Sequence[jax.Array], arrays: Carry
     ) -> list[jax.Array]:
         """Run a traced function on all rows of a chunk."""
-        assert traced is not None
         axes = [*[0] * len(sources), *(0 if kind(name) == "row" else None for name in arrays)]
-        run = functools.partial(_evaluated, traced)
-        results: list[jax.Array] = jax.vmap(run, axes, axis_size=rows.size)(
-            *sources, *arrays.values()
-        )
+        run = jax.vmap(functools.partial(_evaluated, traced), axes, axis_size=rows.size)
+        results: list[jax.Array] = run(*sources, *arrays.values())
         return results
 
-    def product(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        bias: jax.Array | None,
-        factors: np.dtype,
-        dtype: np.dtype,
-    ) -> jax.Array:
-        """Return ``x @ weight + bias``: a matmul in `factors` whose result has the dtype `dtype`."""
-        logits = self.dot(x.astype(factors), weight, (1, 0), dtype)
-        return logits if bias is None else logits + self.padded(bias, dtype)[None]
+    def product(self, x: jax.Array, weight: jax.Array, bias: Any, dtypes: Any) -> jax.Array:
+        """Return ``x @ weight + bias``. `dtypes` are those of the operands and of the result."""
+        logits = self.dot(x.astype(dtypes[0]), weight, (1, 0), dtypes[1])
+        return logits if bias is None else logits + self.padded(bias, dtypes[1])[None]
 
-    def padded(self, a: jax.Array, dtype: np.dtype | None) -> jax.Array:
+    def padded(self, a: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
         """Cast `a` to `dtype`, and pad its last axis (the classes) with zeros."""
-        a = a if dtype is None else a.astype(dtype)
+        a = a.astype(dtype or a.dtype)
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
@@ -694,7 +661,7 @@ class Rows:
         # also belong to the next chunk. None if there cannot be such rows.
         self.counted = own
 
-    def kept(self) -> dict[str, jax.Array]:
+    def kept(self) -> Carry:
         """Return a dict with this chunk's rows of the saved results and statistics.
 
         The statistic log_sum is set to -inf in masked rows, which makes the loss ignore them.
@@ -705,6 +672,8 @@ class Rows:
         return kept
 
     def of(self, a: jax.Array) -> jax.Array:
+        if len(a) == 1:  # a mask of classes that all rows share, or there is only one row
+            return a
         part = lax.dynamic_slice_in_dim(a, self.start, self.size)
         return launching.own_buffer(part) if self.overlaps else part
 
@@ -749,14 +718,7 @@ def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
     return of_rows.reshape(*of_rows.shape, *[1] * (a.ndim - of_rows.ndim))
 
 
-def _inverse(total: jax.Array) -> jax.Array:
-    """Return 1 / total, or 0 if total is 0: the mean of no rows is defined as 0."""
-    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
-
-
-def _bound(
-    call: Call, operands: dict[str, jax.Array], linear: Sequence[jax.Array] = ()
-) -> dict[str, jax.Array]:
+def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Carry:
     """Run a pass of the loss of a chunk's logits. `linear` are the cotangents."""
     names = call.primals if call.direction == "fwd" else call.residual_names
     arrays = [operands[name] for name in names]

@@ -66,12 +66,12 @@ class LossRules(Rules[LinearLossCall]):
         by_name, mesh = dict(zip(head.primals, avals)), sharding.mesh_of(avals)
         results = head.program.statistics | head.program.results
         x, types = by_name["x"], []
-        for name, kind in zip(head.returns, head.kinds_returned):
+        for name, kind_ in zip(head.returns, head.kinds_returned):
             if name in by_name:
                 dtype = head.gradient_dtype(by_name[name].dtype)
                 types.append(by_name[name].update(dtype=dtype, weak_type=False))
                 continue
-            of_row, axes = results[name], 0 if kind == "total" else x.ndim - 1
+            of_row, axes = results[name], 0 if kind_ == "total" else x.ndim - 1
             split = (*x.sharding.spec[:axes], *[None] * len(of_row.shape))
             shape = (*x.shape[:axes], *of_row.shape)
             types.append(sharding.type_like(x, mesh, shape, of_row.dtype, split))
@@ -180,9 +180,10 @@ class LossRules(Rules[LinearLossCall]):
         if head.direction != "fwd" or head.reduction == "none":
             return self.bind(head, *rows), [0] * len(head.kinds_returned)
         (losses,) = self.bind(dataclasses.replace(head, reduction="none"), *rows)
-        where = dict(zip(head.primals, rows)).get("where")
+        weights = dict(zip(head.primals, rows)).get("where", jnp.ones_like(losses))
         axes = range(1, losses.ndim)
-        return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
+        scale = linear_loss_chunks.scale(weights.astype(losses.dtype), head.reduction, axes)
+        return [scale * jnp.sum(losses, axes)], [0]
 
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
         """Return the sharding of the loop's rows and classes, and each device's function.
