@@ -263,7 +263,7 @@ def linear_log_prob_and_entropy(
       ((4, 128), 'float32', 6.91)
     """
     layer = _layer(_LOG_PROB, x, weight, bias, dtype)
-    options = {"logit_softcap": logit_softcap, "implementation": implementation}
+    options: dict[str, Any] = {"logit_softcap": logit_softcap, "implementation": implementation}
     others = where, logits_scale, "none", chunk
     log_prob, entropy = _of_loss(_LOG_PROB, layer, {"labels": labels}, others, **options)
     return log_prob, entropy
@@ -645,7 +645,7 @@ def _of_loss(
     function: Function,
     layer: _Layer,
     operands: dict[str, Any],
-    arguments: tuple[Any, Any, Reduction, int | None],
+    arguments: tuple[Any, ...],
     teacher: tuple[np.dtype, ...] = (),
     **options: Any,
 ) -> list[jax.Array]:
@@ -659,7 +659,7 @@ def _of_loss(
       teacher: the dtypes of the teacher's matmul.
       options: further arguments of `loss_call`.
     """
-    (arrays, dtypes), (where, logits_scale, *others) = layer, arguments
+    (arrays, dtypes), (where, logits_scale, reduction, chunk) = layer, arguments
     x, classes = arrays["x"], arrays["weight"].shape[1]
     view, of = RowView.of((*x.shape[:-1], classes), (x.ndim - 1,)), OF_LOGITS[function]
     wide, candidates = checks.arithmetic_dtype(*dtypes, *teacher), None
@@ -673,8 +673,8 @@ def _of_loss(
     # The primitive's log-probabilities are also residuals, and the derivative needs them before
     # they are multiplied by the weights. So the primitive takes a mask of the positions with a
     # nonzero weight, and its results are multiplied by the weights below.
-    is_later = takes_classes and weights is not None
-    operands = {"where": counted(weights) if is_later else weights} | operands
+    positions = counted(weights) if takes_classes and weights is not None else weights
+    operands = {"where": positions} | operands
     operands |= {"mask": mask, "logits_scale": scale.array}
     options |= {"logits_scale": scale.number, "has_scale": scale.array is not None}
     loss = loss_call(
@@ -689,8 +689,8 @@ def _of_loss(
         teacher_dtype=teacher[1] if teacher else None,
         **options,
     )
-    results = _bound(function, layer, Program(loss), operands, *others, *teacher[:1])
-    if not is_later:
+    results = _bound(function, layer, Program(loss), operands, reduction, chunk, *teacher[:1])
+    if not takes_classes or weights is None:
         return results
     of_labels = weights if candidates is None else weights[..., None]
     return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
@@ -726,7 +726,6 @@ def _bound(
         d, classes = arrays["weight"].shape
         shape = d, classes if loss.spec.loss.teacher_dtype is None else 2 * classes
         rows = chunk_rows(head.chunk, arrays["x"].size // max(d, 1), shape, *reversed(head.dtypes))
-        has_positions = "where" in arrays
-        call = loss_of_rows(loss, (rows, classes), mask=1, has_positions=has_positions)
+        call = loss_of_rows(loss, (rows, classes), 1, has_positions="where" in arrays)
         call.forced(loss.implementation)
     return linear_loss_primitive.bind(head, *arrays.values())

@@ -62,14 +62,8 @@ OF_LOGITS: dict[Function, OfLogits] = {
 Kind = Literal["x", "weight", "columns", "row", "mask", "shared", "total"]
 #: The kinds of arrays whose leading axes are the row axes (the axes of x except the last one).
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "mask")
-_KINDS: dict[str, Kind] = {
-    "x": "x",
-    "weight": "weight",
-    "bias": "columns",
-    "mask": "mask",
-    "teacher_weight": "columns",
-    "teacher_bias": "columns",
-}
+_KINDS: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "columns", "mask": "mask"}
+_KINDS |= {"teacher_weight": "columns", "teacher_bias": "columns"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,9 +232,8 @@ class LinearLossCall:
     @property
     def kinds_returned(self) -> list[Kind]:
         is_total = self.direction == "fwd" and self.reduction != "none"
-        return [
-            "total" if is_total and name not in self.wrt else kind(name) for name in self.returns
-        ]
+        totals = {*self.outputs} if is_total else ()
+        return ["total" if name in totals else kind(name) for name in self.returns]
 
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype of the gradient of an operand that has the dtype `dtype`.
@@ -324,21 +317,18 @@ class Over:
 # ------------------------------------------------------------------------ the loss of a chunk
 
 
-def loss_of_rows(
-    loss: Call, shape: tuple[int, int], *, mask: int = 0, has_positions: bool, **changes: Any
-) -> Call:
+def loss_of_rows(loss: Call, shape: tuple[int, ...], mask: int, **changes: Any) -> Call:
     """Return the call of a loss that is computed from a chunk's logits.
 
     Args:
       loss: the call of the loss for the logits of one position.
       shape: shape of the chunk's logits.
       mask: number of rows of the mask of classes, if there is one: 1, or as many as in `shape`.
-      has_positions: True if there is a mask of rows.
       changes: further changes of the call.
     """
     of_mask = (mask, shape[1]) if loss.spec.logits.has_mask else ()
     view = RowView.of(shape, (1,), mask=of_mask, candidates=loss.view.candidates)
-    return loss.on(view).replaced(has_positions=has_positions, **changes)
+    return loss.on(view).replaced(**changes)
 
 
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:

@@ -47,17 +47,7 @@ from jax.sharding import NamedSharding
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, linear_loss_call
-from jaxnorm.operations.linear_loss_call import (
-    OF_ROWS,
-    Kind,
-    LinearLossCall,
-    Over,
-    Reduction,
-    chunk_rows,
-    is_inexact,
-    kind,
-    rows_beside_dlogits,
-)
+from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
 from jaxnorm_kernels import launching
 
@@ -84,7 +74,7 @@ def run(
     by_name = dict(zip(head.primals, arrays))
     dtype, _ = head.dtypes
 
-    def gathered(kind: Kind, a: jax.Array) -> jax.Array:
+    def gathered(kind: str, a: jax.Array) -> jax.Array:
         if kind == "x":
             # Inside `jax.shard_map`, the type of the gathered x must say that x is replicated over
             # the gathered mesh axes ("invarying"). In code for XLA's partitioner, types have no
@@ -98,20 +88,20 @@ def run(
     lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
-    def flattened(kind: Kind, a: jax.Array) -> jax.Array:
+    def flattened(name: str, kind: str, a: jax.Array) -> jax.Array:
         if kind == "mask":  # Give the mask one row, or as many rows as x.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
-        if kind in ("row", "mask"):
+        if kind in ("row", "mask") and name != "teacher_x":
             a = launching.own_buffer(a)  # Kernels read these arrays and need aligned buffers.
         return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
-    flat = [*map(flattened, head.kinds_taken, whole)]
+    flat = [*map(flattened, head.takes, head.kinds_taken, whole)]
     chunks = Chunks(head, flat, over, recompute)
     directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
 
-    def finished(name: str, kind: Kind, a: jax.Array) -> jax.Array:
+    def finished(name: str, kind: str, a: jax.Array) -> jax.Array:
         if kind in OF_ROWS:
             a = a.reshape(*lead, *a.shape[1:])
         if name not in by_name:
@@ -184,7 +174,7 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
 
 
 def scale(
-    weights: jax.Array, reduction: Reduction, axes: Sequence[int], over: tuple[str, ...] = ()
+    weights: jax.Array, reduction: str, axes: Sequence[int], over: tuple[str, ...] = ()
 ) -> jax.Array:
     """Return the factor that turns the sum of the weighted losses over `axes` into the result.
 
@@ -227,36 +217,24 @@ class Chunks:
         self.padding = -self.classes % COLUMNS if whole else 0
         # Cast and pad the weights once, before the loop.
         self.given = self.primals | {"weight": self.padded(weight, self.dtype)}
-        of_teacher = None if loss is None else loss.spec.loss.teacher_dtype
         if head.teacher is not None:
-            teacher = self.padded(self.primals["teacher_weight"], head.teacher)
-            self.given |= {"teacher_weight": teacher}
+            of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
+            self.given |= {"teacher_weight": of_teacher}
         shards = lax.axis_size(over.classes) if over.classes else 1
         # A row of a chunk has the logits of the student. For a divergence, it also has those of the
         # teacher; if plain JAX computes the gradient, it has the gradient in the logits' dtype.
-        copies = 2 if loss is None or of_teacher is not None else 1
-        shape = weight.shape[0], self.classes * copies
-        self.chunk = chunk_rows(
-            head.chunk,
-            self.rows,
-            shape,
-            self.logits_dtype,
-            self.dtype,
-            shards,
-            accumulator=self.accumulator,
-        )
+        copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
+        columns, accumulator = self.classes * copies, self.accumulator
+        sizes = self.rows, (weight.shape[0], columns), self.logits_dtype, self.dtype, shards
+        self.chunk = linear_loss_call.chunk_rows(head.chunk, *sizes, accumulator=accumulator)
         # True if the dlogits of all rows are stored. False if the dlogits of a chunk overwrite its
         # logits: they need no memory then.
         self.holds_dlogits = False
-        may_hold = self.accumulator > 0 and self.logits_dtype != self.dtype
+        may_hold = accumulator > 0 and self.logits_dtype != self.dtype
         if may_hold and head.chunk is None and not recompute and self.chunk < self.rows:
-            size = rows_beside_dlogits(
-                self.chunk,
-                self.rows,
-                self.classes * copies * self.logits_dtype.itemsize,
-                self.classes * self.dtype.itemsize,
-                self.accumulator,
-            )
+            of_row = columns * self.logits_dtype.itemsize, self.classes * self.dtype.itemsize
+            beside = linear_loss_call.rows_beside_dlogits
+            size = beside(self.chunk, self.rows, *of_row, accumulator)
             self.holds_dlogits, self.chunk = size is not None, size or self.chunk
 
     # --------------------------------------------------------------------------------- passes
@@ -311,11 +289,8 @@ class Chunks:
         is_narrow = self.dtype.name == "float16"
         in_one = (self.chunk == self.rows or self.holds_dlogits) and not is_narrow
         weight_dtype = dtypes["weight"] if in_one and "weight" in dtypes else self.wide
-        of_rows = {
-            name: jnp.zeros(self.primals[name].shape, dtypes[name])
-            for name in head.wrt
-            if kind(name) in OF_ROWS
-        }
+        zeros = {name: jnp.zeros(self.primals[name].shape, dtypes[name]) for name in head.wrt}
+        of_rows = {name: a for name, a in zeros.items() if kind(name) in OF_ROWS}
 
         def step(rows: Rows, carry: Carry) -> Carry:
             losses, dlogits, others = self.derivative(rows, cotangents)
@@ -337,22 +312,21 @@ class Chunks:
             x, results = rows.of_x(self.x), {}
             if "bias" in head.wrt:
                 results["bias"] = added(carry, "bias", jnp.sum(dlogits, 0, dtype=self.wide))
-            sizes = largest = None
+            sizes: Any = 1
+            largest: Any = 1
             if is_narrow:
                 # Divide each row by a power of two, so that small gradients do not underflow.
-                sizes, largest = _powers_of_two(jnp.max(jnp.abs(dlogits), -1, initial=0))
-                dlogits = (dlogits / sizes[:, None]).astype(self.dtype)
+                of_rows = jnp.max(jnp.abs(dlogits), -1, keepdims=True, initial=0)
+                sizes, largest = _powers_of_two(of_rows)
+                dlogits = (dlogits / sizes).astype(self.dtype)
+                x = sizes / largest * x.astype(self.wide)
             if "x" in head.wrt:
-                dx = self.dot(
-                    dlogits, self.given["weight"], (1, 1), self.wide if is_narrow else dtypes["x"]
-                )
-                dx = dx if sizes is None else (sizes[:, None] * dx).astype(dtypes["x"])
-                results["x"] = rows.put(carry["x"], dx)
+                dtype = self.wide if is_narrow else dtypes["x"]
+                dx = sizes * self.dot(dlogits, self.given["weight"], (1, 1), dtype)
+                results["x"] = rows.put(carry["x"], dx.astype(dtypes["x"]))
             if "weight" in head.wrt:
-                if sizes is not None and largest is not None:
-                    x = (sizes / largest)[:, None] * x.astype(self.wide)
                 dw = self.dot(x.astype(self.dtype), dlogits, (0, 0), weight_dtype)
-                results["weight"] = added(carry, "weight", dw if sizes is None else largest * dw)
+                results["weight"] = added(carry, "weight", largest * dw)
             return results
 
         def added(carry: Carry, name: str, part: jax.Array) -> jax.Array:
@@ -369,12 +343,9 @@ class Chunks:
             results = self.loop(step, carry, starts_sums={*of_rows} != {*head.wrt})
 
         def finished(name: str) -> jax.Array:
-            if name not in results:  # There are no rows.
-                return jnp.zeros(self.primals[name].shape, dtypes[name])
-            a = results[name]
-            return (a[..., : self.classes] if name in ("weight", "bias") else a).astype(
-                dtypes[name]
-            )
+            a = results.get(name, zeros[name])  # There are no results if there are no rows.
+            a = a[..., : self.classes] if name in ("weight", "bias") else a
+            return a.astype(dtypes[name])
 
         losses = [results[head.outputs[0]]] if makes_losses else []
         return [*losses, *map(finished, head.wrt)]
@@ -392,11 +363,8 @@ class Chunks:
           multiplied by a power of two before it is cast to the gradient's dtype.
         """
         has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
-        if (
-            not has_sum
-            or self.dtype.name == "float16"
-            or self.gradient_dtype("weight") == self.wide
-        ):
+        is_narrow = self.dtype.name == "float16"
+        if not has_sum or is_narrow or self.gradient_dtype("weight") == self.wide:
             return 0
         return math.prod(self.primals["weight"].shape) * self.wide.itemsize
 
@@ -474,7 +442,7 @@ class Chunks:
 
     def derivative(
         self, rows: "Rows", cotangents: Sequence[jax.Array]
-    ) -> tuple[jax.Array | None, jax.Array, Carry]:
+    ) -> tuple[Any, jax.Array, Carry]:
         """Return the first result of a chunk's rows, and the gradients of its logits and operands.
 
         If the forward pass saved results, the first result is None. The gradient of the logits has
@@ -502,7 +470,7 @@ class Chunks:
 
         if loss is None or self.recompute:  # JAX differentiates the results.
             y, (dlogits,), others = pulled(
-                lambda logits, arrays: self.results(rows, *logits, arrays).values(), logits
+                lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
             )
             return y, rows.unmasked(dlogits).astype(dtype), others
         call, operands = self.loss(rows, logits, arrays)
@@ -525,8 +493,7 @@ class Chunks:
 
     def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
         """Return the call of the jaxnorm loss that takes a chunk's logits, and its operands."""
-        program, given = self.head.program, self.given
-        loss = program.loss
+        program, loss, given = self.head.program, self.head.program.loss, self.given
         assert loss is not None
         if program.before is not None:
             operands = dict(zip(loss.primals[1:], self.mapped(program.before, rows, [], arrays)))
@@ -535,26 +502,19 @@ class Chunks:
         else:
             operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
         if self.head.teacher is not None:
-            x, dtypes = (
-                rows.of_x(given["teacher_x"]),
-                (self.head.teacher, loss.spec.loss.teacher_dtype),
-            )
             of_teacher = given["teacher_weight"], given.get("teacher_bias")
-            operands["teacher_logits"] = self.product(x, *of_teacher, dtypes)
+            dtypes = self.head.teacher, loss.spec.loss.teacher_dtype
+            teacher_logits = self.product(rows.of_x(given["teacher_x"]), *of_teacher, dtypes)
+            operands["teacher_logits"] = teacher_logits
         counts = [a for a in (rows.counted, operands.get("positions")) if a is not None]
         if counts:
             operands["positions"] = functools.reduce(jnp.logical_and, counts)
-        changes: dict[str, Any] = {"padding": self.padding}
-        if self.over.classes:
-            changes |= {
-                "cols": logits.shape[1] * lax.axis_size(self.over.classes),
-                "cols_over": self.over.classes,
-                "axes_over": (self.over.classes,),
-            }
-        mask = len(operands["mask"]) if "mask" in operands else 0
-        call = linear_loss_call.loss_of_rows(
-            loss, logits.shape, mask=mask, has_positions=bool(counts), **changes
-        )
+        changes: dict[str, Any] = {"padding": self.padding, "has_positions": bool(counts)}
+        if over := self.over.classes:
+            cols = logits.shape[1] * lax.axis_size(over)
+            changes |= {"cols": cols, "cols_over": over, "axes_over": (over,)}
+        mask = len(operands.get("mask", ()))
+        call = linear_loss_call.loss_of_rows(loss, logits.shape, mask, **changes)
         return call, {"x": logits, "saved": logits} | operands
 
     def mapped(
@@ -583,19 +543,13 @@ class Chunks:
         """
         axes = ((over[:1], over[1:]), ((), ()))
         wide = max(dtype, a.dtype, key=lambda dtype: dtype.itemsize)  # as `lax` requires
-        result = lax.dot_general(
-            a, b, axes, precision=self.head.precision, preferred_element_type=wide
-        )
-        return result.astype(dtype)
+        options: Any = {"precision": self.head.precision, "preferred_element_type": wide}
+        return lax.dot_general(a, b, axes, **options).astype(dtype)
 
     # ------------------------------------------------------------------------------- the loop
 
     def loop(
-        self,
-        step: Callable[["Rows", Carry], Carry],
-        carry: Carry,
-        *,
-        starts_sums: bool = False,
+        self, step: Callable[["Rows", Carry], Carry], carry: Carry, *, starts_sums: bool = False
     ) -> Carry:
         """Run all chunks, and return the carry after the last one.
 
@@ -609,18 +563,17 @@ class Chunks:
             return carry
         count = math.ceil(self.rows / self.chunk)
 
-        def body(i: jax.Array, carry: Carry, *, in_loop: bool = True) -> Carry:
-            def run(i: jax.Array, carry: Carry) -> Carry:
-                return step(Rows(self, i), carry)
+        def body(i: Any, carry: Carry) -> Carry:
+            return step(Rows(self, i), carry)
 
-            return (jax.checkpoint(run, prevent_cse=not in_loop) if self.recompute else run)(
-                i, carry
-            )
+        def checkpointed(**options: Any) -> Callable[[Any, Carry], Carry]:
+            return jax.checkpoint(body, **options) if self.recompute else body
 
         first = int(starts_sums or count == 1)
         if first:
-            carry = body(jnp.int32(0), carry, in_loop=False)
-        return lax.fori_loop(first, count, body, carry) if first < count else carry
+            carry = checkpointed()(jnp.int32(0), carry)
+        in_loop = checkpointed(prevent_cse=False)
+        return lax.fori_loop(first, count, in_loop, carry) if first < count else carry
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Cast an array of the loop's initial carry to the type that `step` returns.
@@ -629,8 +582,7 @@ class Chunks:
         an array of zeros, varies over none of them.
         """
         operands = (*self.primals.values(), *self.linear)
-        own = (jax.typeof(a).manual_axis_type.varying for a in operands)
-        over = frozenset().union(*own)
+        over = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
         if name in self.head.outputs:  # `step` sums these arrays over all shards of classes.
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a

@@ -28,14 +28,7 @@ from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.operations import linear_loss_chunks
-from jaxnorm.operations.linear_loss_call import (
-    OF_ROWS,
-    Kind,
-    LinearLossCall,
-    Over,
-    is_inexact,
-    kind,
-)
+from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.recomputation import linear
@@ -171,7 +164,7 @@ class LossRules(Rules[LinearLossCall]):
             one = functools.partial(self.bind, head)
             return sharding.map_batch(one, arrays, dims), [0] * len(head.kinds_returned)
 
-        def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
+        def with_batch_axis(a: jax.Array, dim: int | None, kind: str) -> jax.Array:
             if kind in parameters:
                 return a
             return a[None] if kind == "mask" and dim is None else batch_first(a, dim, size)
@@ -233,14 +226,14 @@ class LossRules(Rules[LinearLossCall]):
         over_rows = sum(rows, ())
         d, v = (names if {*names} <= {*over_rows} else () for names in stored)
         over = Over(over_rows, classes, stored=(d, v), gathered=gathered, moved=tuple(moved))
-        of: dict[Kind, Any] = {
+        of: dict[str, Any] = {
             "x": (*of_x, tuple(name for name in features if name in sum(moved, ()))),
             "weight": (d, v or classes),
             "row": rows,
             "mask": (*rows, classes),
         }
 
-        def spec(kind: Kind, shape: Sequence[int] = (0,)) -> PartitionSpec:
+        def spec(kind: str, shape: Sequence[int] = (0,)) -> PartitionSpec:
             names = [*[()] * (len(shape) - 1), classes] if kind == "columns" else of.get(kind, ())
             if kind == "mask":  # Axes of size 1, along which a mask is broadcast, stay unsharded.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
@@ -260,11 +253,11 @@ class LossRules(Rules[LinearLossCall]):
         shapes |= {n: (*rows, *a.shape) for n, a in head.program.results.items()}
         shapes |= dict(zip(head.takes, (a.shape for a in arrays)))
 
-        def factors(name: str, kind: Kind) -> str:
+        def factors(name: str, kind: str) -> str:
             # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
             # shard weight and its gradient like x. With different names, weight and its gradient
             # keep the sharding of weight.
-            known: dict[Kind, list[str]] = {"x": [*rows, "d"], "weight": ["k", "v"], "total": []}
+            known: dict[str, list[str]] = {"x": [*rows, "d"], "weight": ["k", "v"], "total": []}
             if kind in known:
                 return " ".join(known[kind])
             first = rows if kind in OF_ROWS else []
