@@ -102,6 +102,13 @@ class Program:
         return _types(self.loss)
 
     @functools.cached_property
+    def is_loss(self) -> bool:
+        """True if the results are those of `loss`, unchanged."""
+        if self.loss is None or self.after is None:
+            return self.loss is not None
+        return self.after.jaxpr.outvars == self.after.jaxpr.invars[: len(self.loss.returns)]
+
+    @functools.cached_property
     def statistics(self) -> dict[str, Any]:
         """The results of `loss` alone, and its statistics: names and types."""
         return {} if self.loss is None or self.after is not None else _types(self.loss.with_stats())

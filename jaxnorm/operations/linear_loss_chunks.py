@@ -474,7 +474,7 @@ class Chunks:
             )
             return y, rows.unmasked(dlogits).astype(dtype), others
         call, operands = self.loss(rows, logits, arrays)
-        if program.after is None and not self.kept:
+        if program.is_loss and not self.kept and not wanted:
             # A single kernel may compute the results and the gradient together.
             *ys, dlogits = _bound(call.with_gradient(dtype), operands, cotangents).values()
             return ys[0], dlogits, {}
