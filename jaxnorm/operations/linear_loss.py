@@ -417,7 +417,8 @@ def linear_loss(
     The function ``fun(logits, *row)`` computes the loss of one position from its logits, an array
     of shape (V,), and from the position's part of each of ``rows``. It runs under `jax.vmap` on the
     logits of one chunk of positions at a time. If ``fun`` calls a loss of jaxnorm, such as
-    :func:`log_prob_and_entropy`, its kernel runs on the chunk.
+    :func:`log_prob_and_entropy`, its kernel runs on the chunk. If it passes the logits to this loss
+    only, the call takes as much memory as the linear loss that is made for it.
 
     With ``reduction="mean"`` or ``"sum"``, one loop over the chunks computes the loss and, if it is
     differentiated, all gradients. This takes three matmuls. ``"none"`` takes four, because the
@@ -441,7 +442,8 @@ def linear_loss(
         multiplied by ``where``. Integers and booleans are 0 or False where ``where`` is 0.
       chunk: number of positions in a chunk, at least 1; on a mesh, this counts the positions of one
         device. None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does for float32
-        logits.
+        logits. If ``fun`` uses the logits in plain JAX, a chunk has half as many positions, because
+        the gradient of the logits is float32 as well.
       dtype: dtype to which x and weight are cast if they promote to a wider dtype. For example,
         ``jnp.bfloat16`` rounds a float32 weight, so that the matmuls run in bfloat16. With None,
         they are cast to the dtype to which they promote.

@@ -26,10 +26,10 @@ dlogits are the gradients of the logits, in the dtype of the matmuls' operands. 
 factors: 1 / n, `logits_scale`, and the loss weight or the cotangent of each row. So the matmuls
 write dx and dW in their own dtypes, and no other pass over dx and dW is needed.
 
-In float16, small dlogits would underflow (below 6e-8). In this dtype, each row of dlogits is
-therefore divided by a power of two, the magnitude of the row's factors. This division is undone in
-float32. For dx, the row of dx is multiplied by the power of two. For dW, the row of x is multiplied
-by it before the matmul.
+In float16, small dlogits would underflow (below 6e-8). For matmuls in this dtype, dlogits are
+therefore computed in float32, and each row is divided by a power of two, the magnitude of its
+largest element, before it is cast. This division is undone in float32. For dx, the row of dx is
+multiplied by the power of two. For dW, the row of x is multiplied by it before the matmul.
 """
 
 import functools

@@ -127,7 +127,7 @@ def log_prob_of_one(logits, label, teacher_x, teacher_weight):
 
 
 def cross_entropy(x, weight, labels, teacher_x, teacher_weight):
-    # `linear_loss` has float32 logits, too.
+    # The logits of `linear_loss` are float32 as well.
     return jaxnorm.linear_softmax_cross_entropy(x, weight, labels, dtype="float32")
 
 
