@@ -6,11 +6,11 @@ and linear losses store few arrays and run as GPU kernels. ``jaxnorm.linen``, ``
 """
 
 from jaxnorm.calls.backends import Choice
-from jaxnorm.operations.any_linear_loss import linear_loss
 from jaxnorm.operations.gated_linear import activation_linear, gated_linear
 from jaxnorm.operations.linear_loss import (
     linear_kl_divergence,
     linear_log_prob_and_entropy,
+    linear_loss,
     linear_softmax_cross_entropy,
 )
 from jaxnorm.operations.loss import (

@@ -269,6 +269,20 @@ def test_arrays_that_custom_rules_close_over(f, kind):
     assert_same_gradients(functools.partial(f, layer=lambda x, w: rule(layer(x, w))), W, X)
 
 
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_vmaps_of_custom_rules(f):
+    """JAX has no batching rule for the linearised form of a `jax.custom_vjp` function."""
+    rule = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
+    rule.defvjp(lambda x, w: (rule(x, w), (x, w)), lambda xw, dy: (dy @ xw[1].T, xw[0].T @ dy))
+
+    def loss(remat, w, x):
+        of_rows = remat(functools.partial(f, layer=rule))
+        return jnp.sum(jax.vmap(of_rows, (None, 0))(w, jnp.stack([x, 2 * x])))
+
+    ours, plain = (jax.grad(functools.partial(loss, r), (0, 1)) for r in (auto_remat, lambda f: f))
+    assert_same(lambda: ours(W, X), lambda: plain(W, X))
+
+
 def test_results_that_are_constants():
     """A branch that returns a Python number has a literal among its results."""
 
