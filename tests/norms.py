@@ -8,6 +8,7 @@ operations.
 import functools
 import math
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ from reference import DTYPES, SAFETY, arithmetic, assert_within, exact, rounding
 from specs import build_spec, changed
 
 import jaxnorm
-from benchmarks import contract
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 

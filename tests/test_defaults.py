@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import load_alone
+from contract import KernelWorkload
 
 from benchmarks import jax_side, providers, tables
-from benchmarks.contract import KernelWorkload
 from benchmarks.results import OK, RESULTS, Table
 from benchmarks.suites import SUITES
 from jaxnorm.tools.plan import calls_in

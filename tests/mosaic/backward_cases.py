@@ -8,13 +8,13 @@ import functools
 import math
 from typing import Any
 
+import contract
 import jax
 import numpy as np
 from forward_cases import Case
 from reference import after_norm, exact, half_unit, log_softmax_gradient
 from specs import F32, build_spec
 
-from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import contract
 import jax
 import norms
 import numpy as np
@@ -12,7 +13,6 @@ from programs import text_for_cuda
 from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
 from specs import F32, build_spec, changed
 
-from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec

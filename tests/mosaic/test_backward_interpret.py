@@ -6,6 +6,7 @@ The interpreter runs on the CPU. It models neither layouts nor alignment nor clu
 
 from typing import Any
 
+import contract
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
@@ -16,7 +17,6 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 from specs import BF16, F16, F32, changed
 
-from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.specs import Spec

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import backward_cases
+import contract
 import forward_cases
 import jax
 import norms
@@ -27,7 +28,6 @@ from logits_cases import of_width, operand_types
 from specs import BF16, F32, build_spec, changed
 from test_rope import QUERIES, make_spec
 
-from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import support

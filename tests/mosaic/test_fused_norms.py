@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import contract
 import jax
 import jax.numpy as jnp
 import norms
@@ -24,7 +25,6 @@ from reference import ACTIVATIONS
 from specs import BF16, F16, F32, changed
 from test_group_norm import STRIPS
 
-from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows

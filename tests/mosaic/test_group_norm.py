@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import backward_cases
+import contract
 import forward_cases
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -24,7 +25,6 @@ from programs import kernels_in, text_for_cuda
 from specs import BF16, F16, F32, build_spec, changed
 
 import jaxnorm
-from benchmarks import contract
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.device.gpu import MOST_SHARED_BYTES, REGISTERS

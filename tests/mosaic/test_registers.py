@@ -9,17 +9,17 @@ import functools
 import re
 
 import backward_cases
+import contract
 import jax
 import norms
 import pytest
+from contract import KernelWorkload
 from forward_cases import RESIDUAL_OPS, make_spec
 from h100 import SPILLED, assert_fits
 from logits_cases import KINDS, of_width, operand_types
 from specs import BF16, F32
 
 import jaxnorm
-from benchmarks import contract
-from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
 from jaxnorm_kernels import mosaic
 

@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import contract
 import jax
 import norms
 import numpy as np
@@ -13,7 +14,6 @@ from pairs import pairwise
 from programs import kernels_in
 from specs import BF16, F16, F32, changed
 
-from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS

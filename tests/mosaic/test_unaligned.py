@@ -13,12 +13,12 @@ import forward_cases as forward
 import jax
 import numpy as np
 import pytest
+from contract import KernelWorkload
 from forward_cases import RESIDUAL_OPS
 from h100 import Compiler
 from reference import assert_within
 from specs import BF16, F32, changed
 
-from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.specs import Spec
 

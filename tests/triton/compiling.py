@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import contract
 import jax
 import jax.numpy as jnp
 import norms
@@ -15,7 +16,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks import contract
 from jaxnorm_kernels import triton as implementation
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import launch, schedule

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import contract
 import jax
 import jax.numpy as jnp
 import norms
@@ -19,7 +20,6 @@ from specs import BF16, F16, F32, changed
 from test_compile import GPUS, check, compile_call, kernels_in
 
 import jaxnorm
-from benchmarks import contract
 from jaxnorm_kernels import triton
 from jaxnorm_kernels.specs import Shared
 from jaxnorm_kernels.triton import schedule as schedules

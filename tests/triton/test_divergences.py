@@ -1,5 +1,6 @@
 """Tests of kl_divergence with every kind of schedule, like those in `test_schedules`."""
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,6 @@ from test_kl_divergence import (
 )
 from test_schedules import scheduled  # noqa: F401
 
-from benchmarks import contract
 from jaxnorm import kl_divergence
 
 pytestmark = pytest.mark.triton

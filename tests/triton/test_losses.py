@@ -1,5 +1,6 @@
 """Tests of losses and log-probabilities with every kind of schedule in `test_schedules`."""
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,6 @@ from reference import assert_within
 from specs import build_spec, changed
 from test_schedules import scheduled  # noqa: F401
 
-from benchmarks import contract
 from jaxnorm import log_prob_and_entropy
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 

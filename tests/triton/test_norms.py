@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import contract
 import jax
 import jax.numpy as jnp
 import norms
@@ -23,7 +24,6 @@ from specs import BF16, F16, F32, changed
 from test_schedules import SCHEDULES, make_schedule
 
 import jaxnorm
-from benchmarks import contract
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import xla
 

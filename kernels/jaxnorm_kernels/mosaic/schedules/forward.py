@@ -208,8 +208,8 @@ _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
 # Maps the number of parameters to the maximum number of columns per thread of a pipelined row. A
-# column takes one register for its value and one for each parameter. The numbers are from the sweep
-# `benchmarks/sweeps/forward.py`.
+# column takes one register for its value and one for each parameter. The numbers are from a sweep
+# over schedules (commit e274726a, `benchmarks/sweeps/forward.py`).
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
 # Limits for the number of slots in a block of the kind pipelined_row. A slot is a buffer in shared
 # memory for the block's columns of one row.

@@ -34,7 +34,7 @@ NormSchedule = PipelinedRows | PipelinedNarrowRows
 
 # Shared memory of a block for barriers, for the sums that warps exchange, and for Mosaic itself.
 _OTHER_SHARED_BYTES = 6 * 1024
-# Sizes for the narrow-rows kernel, from the sweep `benchmarks/sweeps/backward.py`. A pipeline stage
+# Sizes for the narrow-rows kernel, from a sweep over schedules (commit e274726a). A pipeline stage
 # has at most `_STAGE_BYTES`. If a row has at most `_SHORT_ROW_BYTES`, summed over all inputs, a
 # stage has at most `_SHORT_STAGE_BYTES`. `_MOST_ROW_STAGES` is the maximum number of stages.
 _SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3

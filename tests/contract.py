@@ -1,7 +1,6 @@
 """Workloads that call the kernels of an implementation directly, not through public functions."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.workloads import Workload
-from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import NormOptions, SoftmaxOptions, Spec
@@ -22,7 +20,7 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
     A forward pass takes the operands. It returns the results, followed by a tuple of the
     statistics. A backward pass takes the residuals, followed by the cotangents, and returns the
     gradients. Among the residuals, the statistics are a single entry, which is a tuple. An absent
-    array is None. The residual `logits_scale` is left out, because no timed call has it.
+    array is None. The residual `logits_scale` is left out, because no test of kernels has it.
     """
     operation = spec.operation
     statistics = ("stats",) if operation.statistics else ()
@@ -51,14 +49,6 @@ class KernelWorkload(Workload):
     @property
     def operation(self) -> Op:
         return FUNCTIONS[self.op].op
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of all arrays that the kernel loads and stores."""
-        operands = jax.eval_shape(lambda: self.operands(0))
-        results = jax.eval_shape(self.function(xla), *operands)
-        arrays = jax.tree.leaves((operands, results))
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
     @property
     def shape(self) -> tuple[int, int]:
