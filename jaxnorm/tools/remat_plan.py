@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxnorm.remat import planning
 from jaxnorm.remat.auto_remat import Call, auto_remat, check_budget, indices
 from jaxnorm.remat.regions import is_inexact
-from jaxnorm.tools.memory_report import KeptArray, memory_report
+from jaxnorm.tools.memory_report import KeptArray, report_of
 from jaxnorm.tools.text import table
 
 _NAME = "jaxnorm.remat_plan"
@@ -178,8 +178,9 @@ def remat_plan(
     tangents = [a for a, is_along in zip(call.arrays, mask) if is_along]
     found = planning.survey(call.region(), mask, call.arrays, tangents)
     recompute = found.recomputed(found.chosen(_NAME, budget))
-    report = memory_report(auto_remat(of_arrays, budget=budget), *arguments, argnums=along)
-    rows = tuple(dataclasses.replace(row, advice=None, saves=0) for row in report.rows)
+    report = report_of(
+        auto_remat(of_arrays, budget=budget), arguments, argnums=along, has_advice=False
+    )
     total = found.seconds or 1.0
     points = tuple(RematPoint(size, time / total) for size, time in found.frontier())
-    return RematPlan(rows, report.total, found.default, recompute / total, points)
+    return RematPlan(report.rows, report.total, found.default, recompute / total, points)

@@ -1,0 +1,359 @@
+"""Advice on logits that a loss of a linear layer need not save.
+
+The logits are the result of a matmul with many more classes than features. If each position's
+logits are used only by computations of that position, `jaxnorm.linear_loss` can do these
+computations. A linear loss with a name is advised instead if it returns the same numbers.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.tools import values
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Program, Value, origin, reached
+from jaxnorm.tools.values import Draw, Rows, UnknownError, agree
+
+# Primitives that return the elements of their operand in another shape, order or dtype.
+_COPYING = {
+    "broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", *NAMING,
+}  # fmt: skip
+
+# Primitives of a weighted sum. The weights must not depend on a differentiated argument.
+_PRODUCTS = {"mul", "select_n"}
+_SUMS = {"add", "add_any", "neg", "reduce_sum", "scan", "sub", STACKED, *_COPYING}
+
+# Scales that differ less from 1 differ because numbers in the program are rounded to float32.
+_ROUNDING = 8 * float(np.finfo(np.float32).eps)
+
+
+class Advice(NamedTuple):
+    """A change to a line of the user's code that makes the forward pass save fewer bytes.
+
+    Attributes:
+      function: name of the function to use.
+      line: the line to change: ``"file.py:12 (function)"``.
+      template: the instruction, with ``{at}`` in place of "at file.py:12".
+      members: the arrays that are no longer saved if the user follows the advice.
+      instead: number of bytes of the arrays that are then saved instead of `members`.
+      runs: number of times that the line runs.
+    """
+
+    function: str
+    line: str
+    template: str
+    members: Sequence[Value]
+    instead: int
+    runs: int
+
+    @property
+    def place(self) -> str:
+        """The file name and number of the line, such as ``"file.py:12"``."""
+        return self.line.partition(" ")[0] or "an unknown line"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.function}: {self.template.format(at=f'at {self.place}')}"
+
+    @property
+    def saves(self) -> int:
+        return sum(v.bytes for v in self.members) - self.instead
+
+
+def advice(program: Program) -> dict[Value, tuple[Advice, int]]:
+    """Return a dict: for each saved array, the advice that frees it and the number of freed bytes.
+
+    Arrays that no advice frees are not in the dict. If the program then saves other arrays instead,
+    their bytes are deducted from the largest freed array. If they are more than the size of that
+    array, the rest is deducted from the next largest one, and so on.
+    """
+    found: dict[Value, tuple[Advice, int]] = {}
+    for one in _losses(program):
+        instead = one.instead
+        for value in sorted(one.members, key=lambda v: -v.bytes):
+            in_its_place = min(instead, value.bytes)
+            instead -= in_its_place
+            if value not in found and value.bytes > in_its_place:
+                found[value] = one, value.bytes - in_its_place
+    return found
+
+
+class _Head(NamedTuple):
+    """A linear layer that computes logits: its matmul, and the axis of the classes."""
+
+    logits: Value
+    axis: int
+
+    @property
+    def classes(self) -> int:
+        return self.logits.shape[self.axis]
+
+    @property
+    def weight(self) -> Value:
+        return self.logits.operands[int(self.axis > 0)]
+
+
+def _losses(program: Program) -> Iterator[Advice]:
+    """Yield advice on each matmul whose result a linear loss need not save."""
+    heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
+    for head in heads:
+        logits, weight = head.logits, head.weight
+        # A linear loss computes smaller logits at once, and then needs as much memory for them.
+        is_large = logits.bytes > 4 * weight.bytes // weight.dtype.itemsize
+        if logits.is_active and head.classes**2 > 2 * weight.size and is_large:
+            one = _named(head, heads, program) or _any(head, program)
+            if one is not None and one.saves > 0:
+                yield one
+
+
+def _head(product: Value) -> _Head | None:
+    """Return the linear layer whose matmul computes an array, or None.
+
+    The matmul contracts one axis and has no batch axes, and the weight has two axes. The weight may
+    be the first operand, as in `jax.vmap` of ``weight @ x``.
+    """
+    if product.made_by != "dot_general":
+        return None
+    over, batch = product.equation.params["dimension_numbers"]
+    if any(batch) or len(over[0]) != 1:
+        return None
+    first, second = (len(v.shape) == 2 for v in product.operands)
+    if first and second:
+        first = _is_given(product.operands[0]) and not _is_given(product.operands[1])
+    return _Head(product, 0 if first else len(product.shape) - 1) if first or second else None
+
+
+def _is_given(value: Value) -> bool:
+    """Return True for an argument of the program, a literal, or a copy of either."""
+    return _copied(value).made_by in ("argument", "layer's", "literal")
+
+
+def _copies(value: Value) -> Iterator[Value]:
+    """Yield a value, the array of which it is a copy or a broadcast, and so on."""
+    yield value
+    while value.made_by in _COPYING:
+        value = value.operands[0]
+        yield value
+
+
+def _copied(value: Value) -> Value:
+    *_, source = _copies(value)
+    return source
+
+
+# ----------------------------------------------------------------------- the loss of the logits
+
+
+def _any(head: _Head, program: Program) -> Advice | None:
+    """Return advice to use linear_loss for all that is computed position by position."""
+    rows = values.positions(program, [head])
+    cuts = [v for v in rows if any(u not in rows for u in _live(v, program))]
+    if any(4 * v.size > head.logits.size for v in cuts) or not _are_in_order(cuts, rows):
+        return None
+    is_summed = len(cuts) == 1 and _are_summed(cuts, program)
+    return _advice("linear_loss", head, cuts, rows, {}, is_summed, program)
+
+
+def _named(head: _Head, heads: Sequence[_Head], program: Program) -> Advice | None:
+    """Return advice to use a linear loss with a name, or None if it returns other numbers."""
+    teachers = [h for h in heads if h.logits.shape == head.logits.shape and not h.logits.is_active]
+    for pair in ([head], *([head, teacher] for teacher in teachers)):
+        loss = _Loss(pair, values.positions(program, pair))
+        for function, cuts, options in loss.found():
+            inside = reached([head.logits], lambda v: () if v in cuts else _live(v, program))
+            is_summed = "log_prob" not in function and _are_summed(cuts, program)
+            is_loss = is_summed or "cross_entropy" not in function
+            if is_loss and inside.keys() <= loss.rows.keys() and _are_in_order(cuts, loss.rows):
+                return _advice(function, head, cuts, loss.rows, options, is_summed, program)
+    return None
+
+
+def _are_in_order(cuts: Sequence[Value], rows: Rows) -> bool:
+    """Return True if the arrays have the positions of the logits, or some of them, in order."""
+    return bool(cuts) and all(np.all(np.diff(rows[v].ravel()) > 0) for v in cuts)
+
+
+def _live(value: Value, program: Program) -> list[Value]:
+    return [v for v in value.users if v in program.live]
+
+
+def _are_summed(losses: Sequence[Value], program: Program) -> bool:
+    """Return True if only sums of losses are used, or sums of losses times constant weights."""
+
+    def is_linear(value: Value) -> bool:
+        of_losses = [v.is_active for v in value.operands]
+        if value.made_by == "div":
+            return of_losses == [True, False]
+        return value.made_by in _SUMS or (value.made_by in _PRODUCTS and sum(of_losses) == 1)
+
+    after = reached(losses, lambda v: _live(v, program) if v.size > 1 else [])
+    return all(v in losses or is_linear(v) for v in after)
+
+
+class _Loss:
+    """The values of a loss for random logits, which are compared with those of jaxnorm's losses.
+
+    Attributes:
+      heads: the linear layer of the logits and, if there are two, that of the teacher's logits.
+      rows: the arrays that are computed from the logits position by position.
+      draws: values of these arrays, for several logits, labels and weights.
+      logits, results: the values of arrays with a number for each class, and for each position.
+    """
+
+    def __init__(self, heads: Sequence[_Head], rows: Rows) -> None:
+        self.heads, self.rows, self.draws = heads, rows, list[Draw]()
+        self.logits, self.results = dict[Value, np.ndarray](), dict[Value, np.ndarray]()
+        for seed in range(3):
+            random = np.random.default_rng(seed)
+            given = {head.logits: self._given(head, random) for head in heads}
+            self.draws.append(Draw(rows, given, {}, seed))
+        for value in rows:
+            with contextlib.suppress(UnknownError):
+                found = np.stack([draw(value).ravel() for draw in self.draws])
+                if found.dtype.kind == "f" and found.shape[1] == heads[0].classes:
+                    self.logits[value] = found
+                elif found.shape[1] == 1:
+                    self.results[value] = found[:, 0]
+
+    def _given(self, head: _Head, random: np.random.Generator) -> np.ndarray:
+        shape = [n if i == head.axis else 1 for i, n in enumerate(head.logits.shape)]
+        return 3 * random.normal(size=shape)
+
+    def found(self) -> Iterator[tuple[str, list[Value], dict[str, str]]]:
+        """Yield triples: a loss of jaxnorm, the arrays that it computes, and its options."""
+        for value, z in self.logits.items():
+            log_p = _log_softmax(z)
+            entropies = self._equal(np.sum(np.exp(log_p) * log_p, -1))
+            for label in self._labels():
+                log_probs = self._equal(np.take_along_axis(log_p, label, -1)[:, 0])
+                options = self._options(value, self.heads[0]) if log_probs else None
+                if options is None:
+                    continue
+                for v in log_probs:
+                    if v.size == self.rows[v].size:
+                        yield "linear_softmax_cross_entropy", [v], options
+                for v, entropy in itertools.product(log_probs, [[], *([e] for e in entropies)]):
+                    yield "linear_log_prob_and_entropy", [v, *entropy], options
+            for teacher, other in self.logits.items() if len(self.heads) == 2 else ():
+                yield from self._divergences(value, log_p, teacher, _log_softmax(other))
+
+    def _divergences(
+        self, value: Value, log_q: np.ndarray, teacher: Value, log_p: np.ndarray
+    ) -> Iterator[tuple[str, list[Value], dict[str, str]]]:
+        for reverse, p, q in (("False", log_p, log_q), ("True", log_q, log_p)):
+            found = self._equal(np.sum(np.exp(p) * (p - q), -1))
+            pairs = zip((value, teacher), self.heads)
+            options, others = (self._options(*pair) if found else None for pair in pairs)
+            if options is None or others is None:
+                continue
+            if options.get("logits_scale") == others.pop("logits_scale", None):
+                options |= {f"teacher_{name}": text for name, text in others.items()}
+                options |= {"reverse": reverse} if reverse == "True" else {}
+                yield from (("linear_kl_divergence", [v], options) for v in found)
+
+    def _equal(self, numbers: np.ndarray) -> list[Value]:
+        """Return the arrays that have these numbers, or the numbers with the other sign."""
+        found = self.results.items()
+        return [v for v, r in found if agree(r, numbers) or agree(r, -numbers)]
+
+    def _labels(self) -> list[np.ndarray]:
+        """Return the values of the inputs that may be labels: an index for each draw."""
+        drawn = [draw.drawn for draw in self.draws]
+        inputs = [v for v, a in drawn[0].items() if a.dtype.kind == "i" and v in drawn[-1]]
+        return [np.stack([d[v].ravel() for d in drawn]) for v in inputs]
+
+    @np.errstate(all="ignore")
+    def _options(self, value: Value, head: _Head) -> dict[str, str] | None:
+        """Return the options with which a loss computes `value` from the logits of a head.
+
+        It computes ``cap * tanh(scale * (logits + bias) / cap)``, or the same without a cap. Return
+        None if `value` is computed in another way.
+        """
+        scales, options = [], dict[str, str]()
+        for draw in self.draws:
+            z, given = draw(head.logits), {h.logits: draw(h.logits) for h in self.heads}
+            ends = Draw(self.rows, given | {head.logits: 1e30 * z}, draw.drawn)(value)
+            zero = Draw(self.rows, given | {head.logits: 0 * z}, draw.drawn)(value).ravel()
+            z, y, cap = z.ravel(), draw(value).ravel(), float(np.max(np.abs(ends)))
+            if cap < 1e20:
+                options["logit_softcap"] = f"{cap:.7g}"
+                y, zero = (cap * np.arctanh(a / cap) for a in (y, zero))
+            scales.append(np.dot(z, y - zero) / np.dot(z, z))
+            bias = zero / (scales[-1] or 1.0)
+            if np.any(bias):
+                options["bias"] = "the added vector"
+            vectors = [0 * z, *(a.ravel() for a in draw.drawn.values() if a.size == z.size)]
+            is_linear = scales[-1] and agree(scales[-1] * z, y - zero)
+            if not (is_linear and any(agree(bias, vector) for vector in vectors)):
+                return None
+        if np.ptp(scales) > _ROUNDING * abs(scales[0]):
+            options["logits_scale"] = "the scale"
+        elif abs(scales[0] - 1) > _ROUNDING:
+            options["logits_scale"] = f"{scales[0]:.7g}"
+        return options
+
+
+def _log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - np.max(z, -1, keepdims=True)
+    return z - np.log(np.sum(np.exp(z), -1, keepdims=True))
+
+
+# ----------------------------------------------------------------------------- what it saves
+
+
+def _advice(
+    function: str,
+    head: _Head,
+    cuts: Sequence[Value],
+    rows: Rows,
+    options: dict[str, str],
+    is_summed: bool,
+    program: Program,
+) -> Advice:
+    """Return advice to use a linear loss for the arrays between a matmul and `cuts`.
+
+    A sum or a mean saves the gradients of its operands; other linear losses save the operands.
+    """
+    inside = reached([head.logits], lambda v: () if v in cuts else v.users)
+    for value in reversed(program.values):
+        is_own = all(v in inside for v in value.users if v.made_by != STACKED or v in program.live)
+        if value.users and is_own and not value.is_active and (is_summed or _is_of_integers(value)):
+            inside[value] = None
+    operands = {_copied(v): v for a in inside if a in rows for v in a.operands if v not in inside}
+    instead = 0
+    for operand in operands.values():
+        copies = [*_copies(operand)]
+        saved = [v for v in copies if v in program.by_origin]
+        if is_summed:
+            users = {u for v in saved for u in v.users if u.made_by != STACKED}
+            is_free = not operand.is_active or (saved and users <= {*inside, *copies})
+        else:
+            is_free = saved or _is_given(operand) or _is_of_integers(operand)
+        instead += 0 if is_free else min(v.bytes for v in copies) * head.logits.layers
+    members = dict.fromkeys(program.by_origin[v] for v in inside if v in program.by_origin)
+    narrow = head.weight.dtype
+    if any(v.dtype.itemsize > narrow.itemsize for v in _copies(head.weight)):
+        options = options | {"dtype": narrow.name}
+    if not is_summed and function != "linear_log_prob_and_entropy":
+        options = options | {"reduction": '"none"'}
+    call = "(fun, x, weight, *rows)" if function == "linear_loss" else ""
+    text = " and ".join(f"{name}={text}" for name, text in options.items())
+    how = f"replace the loss {{at}} and the matmul before it with jaxnorm.{function}{call}"
+    how += f", with {text}" * bool(text)
+    if any(rows[v].size * head.classes < head.logits.size for v in cuts):
+        how += ", and slice the matmul's input"
+    if is_summed:
+        how += " (it returns the mean: masks and weights go into where=)"
+    if function == "linear_loss":
+        how += "; fun(logits, *row) computes the same for one position"
+    how += f": only {'gradients' if is_summed else 'its operands'} are saved, and no logits"
+    return Advice(function, cuts[-1].source, how, [*members], instead, head.logits.layers)
+
+
+def _is_of_integers(value: Value) -> bool:
+    """Return True if an array is computed from integers and literals alone."""
+    sources = (v for v in reached([value], lambda v: v.operands) if not v.operands)
+    return all(v.made_by == "literal" or not jnp.issubdtype(v.dtype, jnp.inexact) for v in sources)
