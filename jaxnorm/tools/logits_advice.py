@@ -285,7 +285,8 @@ class _Loss:
             bias = zero / (scales[-1] or 1.0)
             if np.any(bias):
                 options["bias"] = "the added vector"
-            vectors = [0 * z, *(a.ravel() for a in draw.drawn.values() if a.size == z.size)]
+            others = [a.ravel() for v, a in draw.arrays.items() if v not in self.rows]
+            vectors = [0 * z, *(a for a in others if a.size == z.size)]
             is_linear = scales[-1] and agree(scales[-1] * z, y - zero)
             if not (is_linear and any(agree(bias, vector) for vector in vectors)):
                 return None

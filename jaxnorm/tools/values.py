@@ -6,13 +6,16 @@ an array may have the size 1 in an axis where the program has more elements: in 
 in `positions`, and in an axis of positions in `Draw`.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm.operations import loss
 from jaxnorm.tools.kept_arrays import NAMING, Program, Value
 
 #: Maps an array to the positions of the logits from which its elements are computed.
@@ -20,7 +23,7 @@ type Rows = dict[Value, np.ndarray]
 
 # Code and replacement agree up to a multiple of the rounding errors of float32, because literals in
 # the program, such as a temperature, are rounded to float32.
-_TOLERANCE = 64 * float(np.finfo(np.float32).eps)
+_TOLERANCE = 4 * float(np.finfo(np.float32).eps)
 
 # Maximum number of elements of an array that is evaluated.
 _LARGEST = 2**22
@@ -140,6 +143,8 @@ class Draw:
 
     def _applied(self, value: Value) -> np.ndarray:
         name, is_row = value.made_by, value in self.rows
+        if name.startswith("jaxnorm."):
+            return _of_jaxnorm(value, *map(self, value.operands))
         if name == "iota":
             axis = value.equation.params["dimension"]
             shape = [-1 if i == axis else 1 for i in range(len(value.shape))]
@@ -255,6 +260,19 @@ def _picked(value: Value, a: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return one.reshape(a.shape[:-1] + ones)
 
 
+def _of_jaxnorm(value: Value, z: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return a result of jaxnorm's loss of logits z and labels, or a teacher's logits."""
+    call = value.equation.params["call"]
+    if call.spec.loss.teacher_softcap is not None:
+        raise UnknownError(value.made_by)
+    names = inspect.signature(function := getattr(loss, call.function)).parameters
+    options = {name: getattr(call.spec.loss, name) for name in _OPTIONS if name in names}
+    with jax.enable_x64(True):
+        results = jax.tree.leaves(function(z, other, **options))
+    siblings = [v for v in value.operands[0].users if v.equation is value.equation]
+    return np.asarray(results[siblings.index(value)], float)
+
+
 def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     if len(cases) == 2:
         return np.where(which, *cases[::-1])
@@ -275,6 +293,9 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "select_n": _selected, "sign": np.sign, "sin": np.sin, "cos": np.cos, "sqrt": np.sqrt,
     "square": np.square, "sub": np.subtract, "tanh": np.tanh, "xor": np.bitwise_xor,
 }  # fmt: skip
+
+# Options of jaxnorm's losses.
+_OPTIONS = ("label_smoothing", "z_loss", "logits_scale", "logit_softcap", "reverse")
 
 # Elementwise primitives whose values depend on their parameters.
 _OF_PARAMS: dict[str, Callable[[Value, np.ndarray], np.ndarray]] = {
