@@ -450,6 +450,24 @@ def test_metrics_beside_the_loss(loss):
     assert 'reduction="none"' in check(before, after, "linear_loss", "float32", "float32")
 
 
+def test_a_loss_whose_weights_depend_on_all_rows():
+    """The function of a row returns what the weights are computed from, too."""
+
+    def of_row(z):
+        return jax.nn.logsumexp(z, -1), jax.nn.log_softmax(z)[..., 0]
+
+    def weighted(results):
+        return jnp.sum(jnp.sin(jax.nn.softmax(results[0]) * results[1]))
+
+    def before(x, weight, labels):
+        return weighted(of_row(x @ weight))
+
+    def after(x, weight, labels):
+        return weighted(jaxnorm.linear_loss(of_row, x, weight, reduction="none"))
+
+    assert 'reduction="none"' in check(before, after, "linear_loss", "float32", "float32")
+
+
 def test_logits_without_a_linear_layer_at_their_end():
     """An elementwise function of the logits is a part of the function of a row."""
 

@@ -228,7 +228,7 @@ class _Loss:
             log_p = _log_softmax(z)
             entropies = self._equal(np.sum(np.exp(log_p) * log_p, -1))
             for label in self._labels():
-                log_probs = self._equal(np.take_along_axis(log_p, label, -1)[:, 0])
+                log_probs = self._equal(log_p[np.arange(len(log_p)), label])
                 options = self._options(value, self.heads[0]) if log_probs else None
                 if options is None:
                     continue
@@ -259,11 +259,12 @@ class _Loss:
         found = self.results.items()
         return [v for v, r in found if agree(r, numbers) or agree(r, -numbers)]
 
-    def _labels(self) -> list[np.ndarray]:
-        """Return the values of the inputs that may be labels: an index for each draw."""
-        drawn = [draw.drawn for draw in self.draws]
-        inputs = [v for v, a in drawn[0].items() if a.dtype.kind == "i" and v in drawn[-1]]
-        return [np.stack([d[v].ravel() for d in drawn]) for v in inputs]
+    def _labels(self) -> set[tuple[int, ...]]:
+        """Return the values of the integers that may be labels: an index for each draw."""
+        arrays = [draw.arrays for draw in self.draws]
+        common = [v for v in arrays[0] if v not in self.rows and all(v in a for a in arrays)]
+        found = (np.stack([a[v].ravel() for a in arrays]) for v in common if _is_integer(v))
+        return {tuple(a[:, 0] % self.heads[0].classes) for a in found if a.shape[1] == 1}
 
     @np.errstate(all="ignore")
     def _options(self, value: Value, head: _Head) -> dict[str, str] | None:
@@ -295,6 +296,10 @@ class _Loss:
         elif abs(scales[0] - 1) > _ROUNDING:
             options["logits_scale"] = f"{scales[0]:.7g}"
         return options
+
+
+def _is_integer(value: Value) -> bool:
+    return np.issubdtype(value.dtype, np.integer)
 
 
 def _log_softmax(z: np.ndarray) -> np.ndarray:

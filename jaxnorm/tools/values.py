@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.operations import loss
-from jaxnorm.tools.kept_arrays import NAMING, Program, Value
+from jaxnorm.tools.kept_arrays import NAMING, Program, Value, reached
 
 #: Maps an array to the positions of the logits from which its elements are computed.
 type Rows = dict[Value, np.ndarray]
@@ -58,10 +58,12 @@ def positions(program: Program, logits: Sequence[tuple[Value, int]]) -> Rows:
     for value, axis in logits:
         shape = [1 if i == axis else n for i, n in enumerate(value.shape)]
         rows[value] = np.arange(math.prod(shape)).reshape(shape)
-    draw = Draw(rows, {}, {})
+    draw, after = Draw(rows, {}, {}), reached(rows, lambda v: v.users)
     for value in program.values:
         own = [rows[v] for v in value.operands if v in rows]
-        if own and value not in rows and value in program.live:
+        # An operand that is computed from the logits of several positions is no input.
+        is_own = own and all(v in rows or v not in after for v in value.operands)
+        if is_own and value not in rows and value in program.live:
             found = _rows(value, own, draw)
             if found is not None:
                 rows[value] = found
@@ -256,7 +258,8 @@ def _picked(value: Value, a: np.ndarray, indices: np.ndarray) -> np.ndarray:
     if not fits or len(picked) != 1 or value.shape[: len(rows)] != tuple(rows):
         raise UnknownError("gather")
     ones = (1,) * (len(value.shape) - len(rows))
-    one = np.broadcast_to(a, a.shape[:-1] + shape[-1:])[..., int(picked.pop())]
+    column = int(picked.pop()) % shape[-1]  # a negative index counts from the end
+    one = np.broadcast_to(a, a.shape[:-1] + shape[-1:])[..., column]
     return one.reshape(a.shape[:-1] + ones)
 
 
