@@ -364,7 +364,9 @@ def brier(z, label):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("loss", [with_smooth_labels, with_z_loss, with_the_mean, soft_and_hard, brier])
+@pytest.mark.parametrize(
+    "loss", [with_smooth_labels, with_z_loss, with_the_mean, soft_and_hard, brier]
+)
 def test_any_loss_that_is_summed(loss, dtype):
     def before(x, weight, labels):
         return loss((x @ weight).astype(jnp.float32), labels).mean()

@@ -1,4 +1,4 @@
-"""memory_report: its total is JAX's, its lines are the user's, and auto_remat saves what it says."""
+"""memory_report: its total is JAX's, its lines are the user's, its line on auto_remat is exact."""
 
 import functools
 import importlib

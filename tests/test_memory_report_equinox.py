@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from advice_cases import assert_remat_true
 
-import jaxnorm
 from jaxnorm import memory_report
 
 eqx = pytest.importorskip("equinox")

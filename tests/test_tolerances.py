@@ -21,12 +21,11 @@ EXCEPTIONS = {
     "test_benchmarks_loss.py": "a sample of random numbers",
     "test_benchmarks_models.py": "a sample of random numbers",
     "test_benchmarks_report.py": "half of the last digit that rows are printed with",
-    "test_llama_layer.py": "advice about one model is exact but for small arrays",
     "test_memory_report.py": "advice promises its bytes to within 10 %; JAX prints rounded sizes",
-    "test_memory_report_equinox.py": "advice promises its bytes to within 10 %",
+    "test_memory_report_models.py": "advice promises its bytes to within 10 %",
     "test_memory_report_meshes.py": "a device has its part, but for small arrays",
     "test_multigpu.py": "the final losses of two trainings, which drift apart",
-    "test_own_norms_models.py": "models of other packages; advice promises its bytes",
+    "test_own_norms_models.py": "models of other packages",
 }
 
 

@@ -11,8 +11,8 @@ import importlib.util
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +92,7 @@ class Value:
         If each iteration of a scan computes such an array, this is the size of only one of them.
         """
         return math.prod(self.local) * self.dtype.itemsize
+
 
 def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of one device's shard if Explicit axes shard an array, else `shape`."""

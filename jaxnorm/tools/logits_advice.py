@@ -5,17 +5,16 @@ logits are used only by computations of that position, `jaxnorm.linear_loss` can
 computations. A linear loss with a name is advised instead if it returns the same numbers.
 """
 
-import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.tools import values
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Program, Value, origin, reached
-from jaxnorm.tools.values import Draw, Rows, UnknownError, agree
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Program, Value, reached
+from jaxnorm.tools.loss_values import Loss
+from jaxnorm.tools.values import Head, Rows
 
 # Primitives that return the elements of their operand in another shape, order or dtype.
 _COPYING = {
@@ -25,9 +24,6 @@ _COPYING = {
 # Primitives of a weighted sum. The weights must not depend on a differentiated argument.
 _PRODUCTS = {"mul", "select_n"}
 _SUMS = {"add", "add_any", "neg", "reduce_sum", "scan", "sub", STACKED, *_COPYING}
-
-# Scales that differ less from 1 differ because numbers in the program are rounded to float32.
-_ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
 
 class Advice(NamedTuple):
@@ -81,21 +77,6 @@ def advice(program: Program) -> dict[Value, tuple[Advice, int]]:
     return found
 
 
-class _Head(NamedTuple):
-    """A linear layer that computes logits: its matmul, and the axis of the classes."""
-
-    logits: Value
-    axis: int
-
-    @property
-    def classes(self) -> int:
-        return self.logits.shape[self.axis]
-
-    @property
-    def weight(self) -> Value:
-        return self.logits.operands[int(self.axis > 0)]
-
-
 def _losses(program: Program) -> Iterator[Advice]:
     """Yield advice on each matmul whose result a linear loss need not save."""
     heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
@@ -109,7 +90,7 @@ def _losses(program: Program) -> Iterator[Advice]:
                 yield one
 
 
-def _head(product: Value) -> _Head | None:
+def _head(product: Value) -> Head | None:
     """Return the linear layer whose matmul computes an array, or None.
 
     The matmul contracts one axis and has no batch axes, and the weight has two axes. The weight may
@@ -123,7 +104,7 @@ def _head(product: Value) -> _Head | None:
     first, second = (len(v.shape) == 2 for v in product.operands)
     if first and second:
         first = _is_given(product.operands[0]) and not _is_given(product.operands[1])
-    return _Head(product, 0 if first else len(product.shape) - 1) if first or second else None
+    return Head(product, 0 if first else len(product.shape) - 1) if first or second else None
 
 
 def _is_given(value: Value) -> bool:
@@ -147,7 +128,7 @@ def _copied(value: Value) -> Value:
 # ----------------------------------------------------------------------- the loss of the logits
 
 
-def _any(head: _Head, program: Program) -> Advice | None:
+def _any(head: Head, program: Program) -> Advice | None:
     """Return advice to use linear_loss for all that is computed position by position."""
     rows = values.positions(program, [head])
     cuts = [v for v in rows if any(u not in rows for u in _live(v, program))]
@@ -157,13 +138,13 @@ def _any(head: _Head, program: Program) -> Advice | None:
     return _advice("linear_loss", head, cuts, rows, {}, is_summed, program)
 
 
-def _named(head: _Head, heads: Sequence[_Head], program: Program) -> Advice | None:
+def _named(head: Head, heads: Sequence[Head], program: Program) -> Advice | None:
     """Return advice to use a linear loss with a name, or None if it returns other numbers."""
     teachers = [h for h in heads if h.logits.shape == head.logits.shape and not h.logits.is_active]
     for pair in ([head], *([head, teacher] for teacher in teachers)):
-        loss = _Loss(pair, values.positions(program, pair))
+        loss = Loss(pair, values.positions(program, pair))
         for function, cuts, options in loss.found():
-            inside = reached([head.logits], lambda v: () if v in cuts else _live(v, program))
+            inside = _inside(head, cuts, lambda v: _live(v, program))
             is_summed = "log_prob" not in function and _are_summed(cuts, program)
             is_loss = is_summed or "cross_entropy" not in function
             if is_loss and inside.keys() <= loss.rows.keys() and _are_in_order(cuts, loss.rows):
@@ -174,6 +155,13 @@ def _named(head: _Head, heads: Sequence[_Head], program: Program) -> Advice | No
 def _are_in_order(cuts: Sequence[Value], rows: Rows) -> bool:
     """Return True if the arrays have the positions of the logits, or some of them, in order."""
     return bool(cuts) and all(np.all(np.diff(rows[v].ravel()) > 0) for v in cuts)
+
+
+def _inside(
+    head: Head, cuts: Sequence[Value], users: Callable[[Value], Sequence[Value]]
+) -> dict[Value, None]:
+    """Return the arrays that are computed from the logits before `cuts`, and `cuts`."""
+    return reached([head.logits], lambda v: () if v in cuts else users(v))
 
 
 def _live(value: Value, program: Program) -> list[Value]:
@@ -193,126 +181,12 @@ def _are_summed(losses: Sequence[Value], program: Program) -> bool:
     return all(v in losses or is_linear(v) for v in after)
 
 
-class _Loss:
-    """The values of a loss for random logits, which are compared with those of jaxnorm's losses.
-
-    Attributes:
-      heads: the linear layer of the logits and, if there are two, that of the teacher's logits.
-      rows: the arrays that are computed from the logits position by position.
-      draws: values of these arrays, for several logits, labels and weights.
-      logits, results: the values of arrays with a number for each class, and for each position.
-    """
-
-    def __init__(self, heads: Sequence[_Head], rows: Rows) -> None:
-        self.heads, self.rows, self.draws = heads, rows, list[Draw]()
-        self.logits, self.results = dict[Value, np.ndarray](), dict[Value, np.ndarray]()
-        for seed in range(3):
-            random = np.random.default_rng(seed)
-            given = {head.logits: self._given(head, random) for head in heads}
-            self.draws.append(Draw(rows, given, {}, seed))
-        for value in rows:
-            with contextlib.suppress(UnknownError):
-                found = np.stack([draw(value).ravel() for draw in self.draws])
-                if found.dtype.kind == "f" and found.shape[1] == heads[0].classes:
-                    self.logits[value] = found
-                elif found.shape[1] == 1:
-                    self.results[value] = found[:, 0]
-
-    def _given(self, head: _Head, random: np.random.Generator) -> np.ndarray:
-        shape = [n if i == head.axis else 1 for i, n in enumerate(head.logits.shape)]
-        return 3 * random.normal(size=shape)
-
-    def found(self) -> Iterator[tuple[str, list[Value], dict[str, str]]]:
-        """Yield triples: a loss of jaxnorm, the arrays that it computes, and its options."""
-        for value, z in self.logits.items():
-            log_p = _log_softmax(z)
-            entropies = self._equal(np.sum(np.exp(log_p) * log_p, -1))
-            for label in self._labels():
-                log_probs = self._equal(log_p[np.arange(len(log_p)), label])
-                options = self._options(value, self.heads[0]) if log_probs else None
-                if options is None:
-                    continue
-                for v in log_probs:
-                    if v.size == self.rows[v].size:
-                        yield "linear_softmax_cross_entropy", [v], options
-                for v, entropy in itertools.product(log_probs, [[], *([e] for e in entropies)]):
-                    yield "linear_log_prob_and_entropy", [v, *entropy], options
-            for teacher, other in self.logits.items() if len(self.heads) == 2 else ():
-                yield from self._divergences(value, log_p, teacher, _log_softmax(other))
-
-    def _divergences(
-        self, value: Value, log_q: np.ndarray, teacher: Value, log_p: np.ndarray
-    ) -> Iterator[tuple[str, list[Value], dict[str, str]]]:
-        for reverse, p, q in (("False", log_p, log_q), ("True", log_q, log_p)):
-            found = self._equal(np.sum(np.exp(p) * (p - q), -1))
-            pairs = zip((value, teacher), self.heads)
-            options, others = (self._options(*pair) if found else None for pair in pairs)
-            if options is None or others is None:
-                continue
-            if options.get("logits_scale") == others.pop("logits_scale", None):
-                options |= {f"teacher_{name}": text for name, text in others.items()}
-                options |= {"reverse": reverse} if reverse == "True" else {}
-                yield from (("linear_kl_divergence", [v], options) for v in found)
-
-    def _equal(self, numbers: np.ndarray) -> list[Value]:
-        """Return the arrays that have these numbers, or the numbers with the other sign."""
-        found = self.results.items()
-        return [v for v, r in found if agree(r, numbers) or agree(r, -numbers)]
-
-    def _labels(self) -> set[tuple[int, ...]]:
-        """Return the values of the integers that may be labels: an index for each draw."""
-        arrays = [draw.arrays for draw in self.draws]
-        common = [v for v in arrays[0] if v not in self.rows and all(v in a for a in arrays)]
-        found = (np.stack([a[v].ravel() for a in arrays]) for v in common if _is_integer(v))
-        return {tuple(a[:, 0] % self.heads[0].classes) for a in found if a.shape[1] == 1}
-
-    @np.errstate(all="ignore")
-    def _options(self, value: Value, head: _Head) -> dict[str, str] | None:
-        """Return the options with which a loss computes `value` from the logits of a head.
-
-        It computes ``cap * tanh(scale * (logits + bias) / cap)``, or the same without a cap. Return
-        None if `value` is computed in another way.
-        """
-        scales, options = [], dict[str, str]()
-        for draw in self.draws:
-            z, given = draw(head.logits), {h.logits: draw(h.logits) for h in self.heads}
-            ends = Draw(self.rows, given | {head.logits: 1e30 * z}, draw.drawn)(value)
-            zero = Draw(self.rows, given | {head.logits: 0 * z}, draw.drawn)(value).ravel()
-            z, y, cap = z.ravel(), draw(value).ravel(), float(np.max(np.abs(ends)))
-            if cap < 1e20:
-                options["logit_softcap"] = f"{cap:.7g}"
-                y, zero = (cap * np.arctanh(a / cap) for a in (y, zero))
-            scales.append(np.dot(z, y - zero) / np.dot(z, z))
-            bias = zero / (scales[-1] or 1.0)
-            if np.any(bias):
-                options["bias"] = "the added vector"
-            others = [a.ravel() for v, a in draw.arrays.items() if v not in self.rows]
-            vectors = [0 * z, *(a for a in others if a.size == z.size)]
-            is_linear = scales[-1] and agree(scales[-1] * z, y - zero)
-            if not (is_linear and any(agree(bias, vector) for vector in vectors)):
-                return None
-        if np.ptp(scales) > _ROUNDING * abs(scales[0]):
-            options["logits_scale"] = "the scale"
-        elif abs(scales[0] - 1) > _ROUNDING:
-            options["logits_scale"] = f"{scales[0]:.7g}"
-        return options
-
-
-def _is_integer(value: Value) -> bool:
-    return np.issubdtype(value.dtype, np.integer)
-
-
-def _log_softmax(z: np.ndarray) -> np.ndarray:
-    z = z - np.max(z, -1, keepdims=True)
-    return z - np.log(np.sum(np.exp(z), -1, keepdims=True))
-
-
 # ----------------------------------------------------------------------------- what it saves
 
 
 def _advice(
     function: str,
-    head: _Head,
+    head: Head,
     cuts: Sequence[Value],
     rows: Rows,
     options: dict[str, str],
@@ -323,7 +197,7 @@ def _advice(
 
     A sum or a mean saves the gradients of its operands; other linear losses save the operands.
     """
-    inside = reached([head.logits], lambda v: () if v in cuts else v.users)
+    inside = _inside(head, cuts, lambda v: v.users)
     for value in reversed(program.values):
         is_own = all(v in inside for v in value.users if v.made_by != STACKED or v in program.live)
         if value.users and is_own and not value.is_active and (is_summed or _is_of_integers(value)):

@@ -358,7 +358,9 @@ def report_of(
     found = planning.survey(call.region(), mask, call.arrays, tangents)
     recompute = found.recomputed(planning.unlimited()) / (found.seconds or 1.0)
     # XLA may shard the saved arrays: `default` counts entire arrays then.
-    saves, together = (n * report.total // default for n in (default - least, default - least + also))
+    saves, together = (
+        n * report.total // default for n in (default - least, default - least + also)
+    )
     return dataclasses.replace(report, _remat=Remat(saves, recompute, together))
 
 

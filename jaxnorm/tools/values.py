@@ -9,7 +9,7 @@ in `positions`, and in an axis of positions in `Draw`.
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,21 @@ _TOLERANCE = 4 * float(np.finfo(np.float32).eps)
 _LARGEST = 2**22
 
 
+class Head(NamedTuple):
+    """A linear layer that computes logits: its matmul, and the axis of the classes."""
+
+    logits: Value
+    axis: int
+
+    @property
+    def classes(self) -> int:
+        return self.logits.shape[self.axis]
+
+    @property
+    def weight(self) -> Value:
+        return self.logits.operands[int(self.axis > 0)]
+
+
 class UnknownError(Exception):
     """The code has an operation that cannot be evaluated here, or that mixes positions."""
 
@@ -43,19 +58,13 @@ def agree(a: Any, b: Any) -> bool:
             return False
 
 
-def positions(program: Program, logits: Sequence[tuple[Value, int]]) -> Rows:
+def positions(program: Program, heads: Sequence[Head]) -> Rows:
     """Return the arrays that are computed from logits, each position from its own logits alone.
 
-    Args:
-      program: the program.
-      logits: pairs of an array of logits and the index of its axis of classes.
-
-    Returns:
-      A dict. Its keys are the arrays, among them the logits. Its values are integer arrays with the
-      position of the logits from which each element of the array is computed.
+    The logits of all heads have the same positions, and are among these arrays.
     """
     rows: Rows = {}
-    for value, axis in logits:
+    for value, axis in heads:
         shape = [1 if i == axis else n for i, n in enumerate(value.shape)]
         rows[value] = np.arange(math.prod(shape)).reshape(shape)
     draw, after = Draw(rows, {}, {}), reached(rows, lambda v: v.users)
@@ -91,9 +100,7 @@ def _rows(value: Value, own: list[np.ndarray], draw: "Draw") -> np.ndarray | Non
     of_classes = [i for i, n in enumerate(rows.shape) if n == 1]
     if name in _REDUCED and {*params["axes"]} <= {*of_classes}:
         return rows.squeeze(tuple(params["axes"]))
-    if name in _ALONG and params[_ALONG[name]] in of_classes:
-        return rows
-    if name.startswith("jaxnorm.") and value.operands[0] in draw.rows and rows.shape[-1:] == (1,):
+    if name in _OURS and value.operands[0] in draw.rows and rows.shape[-1:] == (1,):
         of_rows = rows if len(value.shape) == rows.ndim else rows[..., 0]
         return of_rows if value.shape[: rows.ndim - 1] == rows.shape[:-1] else None
     return None
@@ -145,7 +152,7 @@ class Draw:
 
     def _applied(self, value: Value) -> np.ndarray:
         name, is_row = value.made_by, value in self.rows
-        if name.startswith("jaxnorm."):
+        if name in _OURS:
             return _of_jaxnorm(value, *map(self, value.operands))
         if name == "iota":
             axis = value.equation.params["dimension"]
@@ -163,11 +170,11 @@ class Draw:
         if name in _REDUCED:
             axes = value.equation.params["axes"]
             return _REDUCED[name](_whole(arrays[0], value.operands[0], axes, is_row), tuple(axes))
-        if name == "concatenate":
+        if name == "gather" and is_row:
+            return _picked(value, *arrays)
+        if name == "concatenate" and not is_row:
             return _joined(value, arrays)
-        if not is_row:
-            raise UnknownError(name)
-        return _picked(value, *arrays)
+        raise UnknownError(name)
 
     def _leaf(self, value: Value) -> np.ndarray:
         if value not in self.drawn:
@@ -297,7 +304,12 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "square": np.square, "sub": np.subtract, "tanh": np.tanh, "xor": np.bitwise_xor,
 }  # fmt: skip
 
-# Options of jaxnorm's losses.
+# Losses of jaxnorm that take logits, and their options.
+_OURS = {
+    "jaxnorm.kl_divergence",
+    "jaxnorm.log_prob_and_entropy",
+    "jaxnorm.softmax_cross_entropy_with_integer_labels",
+}
 _OPTIONS = ("label_smoothing", "z_loss", "logits_scale", "logit_softcap", "reverse")
 
 # Elementwise primitives whose values depend on their parameters.
@@ -328,9 +340,3 @@ _REDUCED: dict[str, Callable[..., np.ndarray]] = {
     "reduce_or": np.any,
     "reduce_sum": np.sum,
 }
-
-# Further primitives that may mix the elements of an axis, and the parameter that names the axis.
-_ALONG = {
-    "concatenate": "dimension", "cumlogsumexp": "axis", "cummax": "axis", "cumprod": "axis",
-    "cumsum": "axis", "sort": "dimension", "top_k": "axis",
-}  # fmt: skip
