@@ -359,13 +359,19 @@ def soft_and_hard(z, label):
     return 0.5 * hard + 0.5 * optax.kl_divergence(jax.nn.log_softmax(z / 2), targets)
 
 
+def with_padded_classes(z, label):
+    z = jnp.where(jnp.arange(CLASSES) < CLASSES - 5, z, -1e9)
+    return optax.softmax_cross_entropy_with_integer_labels(z, label)
+
+
 def brier(z, label):
     return jnp.sum((jax.nn.softmax(z) - jax.nn.one_hot(label, CLASSES)) ** 2, -1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "loss", [with_smooth_labels, with_z_loss, with_the_mean, soft_and_hard, brier]
+    "loss",
+    [with_smooth_labels, with_z_loss, with_the_mean, soft_and_hard, brier, with_padded_classes],
 )
 def test_any_loss_that_is_summed(loss, dtype):
     def before(x, weight, labels):
@@ -390,6 +396,31 @@ def test_a_function_of_the_label_s_probability():
         return focal(jaxnorm.linear_log_prob_and_entropy(x, weight, labels)[0])
 
     check(before, after, LOG_PROB, "float32", "float32")
+
+
+def test_sums_over_classes_and_positions_together():
+    """Tunix's default loss multiplies one-hot labels by a mask, and sums over all axes at once."""
+
+    def of_row(z, label, mask):
+        one_hot = jax.nn.one_hot(label, CLASSES) * mask.astype(z.dtype)[..., None]
+        return -jax.nn.log_softmax(z) * one_hot
+
+    def before(x, weight, labels, mask):
+        logits = (x.reshape(8, 16, WIDTH) @ weight)[:, :-1]
+        labels, mask = (a.reshape(8, 16)[:, 1:] for a in (labels, mask))
+        return jnp.sum(of_row(logits, labels, mask)) / (jnp.sum(mask) + 1e-8)
+
+    def after(x, weight, labels, mask):
+        labels, mask = (a.reshape(8, 16)[:, 1:] for a in (labels, mask))
+        of_position = lambda *row: jnp.sum(of_row(*row))  # noqa: E731
+        return jaxnorm.linear_loss(
+            of_position, x.reshape(8, 16, WIDTH)[:, :-1], weight, labels, mask
+        )
+
+    rows = LABELS, jax.ShapeDtypeStruct((TOKENS,), "bool")
+    reports = [report_of(f, *operands("float32", "float32"), *rows) for f in (before, after)]
+    assert functions_of(reports[0]) == {"linear_loss"}
+    assert_true(*reports, "linear_loss")
 
 
 def test_a_loss_of_advantages():
@@ -539,7 +570,7 @@ def several_groups(x, weight, labels):
 
 def with_logits(x, weight, labels):
     logits = x @ weight
-    return of_optax(logits, labels) + jnp.sum(jnp.sin(logits))
+    return of_optax(logits, labels) + jnp.sum(jnp.sum(jnp.sin(logits), 0) ** 2)
 
 
 def over_the_rows(x, weight, labels):
@@ -639,7 +670,7 @@ def scale_of_each_class(z, labels):
     [
         half_the_label, of_other_logits, of_some_classes, of_two_labels, with_epsilon, probability,
         several_caps, a_reciprocal, scale_of_each_class, with_smooth_labels, with_z_loss,
-        with_the_mean, soft_and_hard, brier,
+        with_the_mean, soft_and_hard, brier, with_padded_classes,
     ],
 )  # fmt: skip
 def test_losses_with_other_numbers(loss):

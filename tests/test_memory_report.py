@@ -442,9 +442,9 @@ def test_sources_in_installed_packages(tmp_path, monkeypatch):
     w, x = jnp.ones((WIDTH, WIDTH)), jnp.ones((TOKENS, WIDTH))
     (row,) = memory_report(lambda w, x: ops.block(x, w).sum(), w, x)
     assert re.fullmatch(r"test_memory_report.py:\d+ \(.*<lambda>\)", row.source)
-    is_installed = kept_arrays._is_installed
+    is_installed = kept_arrays.is_installed
     monkeypatch.setattr(
-        kept_arrays, "_is_installed", lambda file: file == __file__ or is_installed(file)
+        kept_arrays, "is_installed", lambda file: file == __file__ or is_installed(file)
     )
     (row,) = memory_report(ops.block, x, w)
     assert row.source.startswith("layers_of_a_test/ops.py:7 (block)")

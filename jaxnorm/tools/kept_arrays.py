@@ -323,15 +323,10 @@ def _folders() -> tuple[str, ...]:
     return (*(os.path.join(folder, "") for folder in installed), *map(_folder, _LIBRARIES))
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
     """Return True for a file of an installed package, or of Python."""
     packages = ("site-packages", "dist-packages")
     return file.startswith((*_folders(), "<")) or not {*file.split(os.sep)}.isdisjoint(packages)
-
-
-def _frames(equation: Any) -> list[Any]:
-    trace = equation.source_info.traceback
-    return trace.frames if trace else []
 
 
 def _line(equation: Any) -> str:
@@ -342,10 +337,11 @@ def _line(equation: Any) -> str:
     name of its package: ``"keras/numpy.py:182 (matmul)"``.
     """
     package = ""
-    for frame in _frames(equation):
+    trace = equation.source_info.traceback
+    for frame in trace.frames if trace else ():
         folder, name = os.path.split(frame.file_name)
         line = f"{name}:{frame.line_num} ({frame.function_name})"
-        if not _is_installed(frame.file_name):
+        if not is_installed(frame.file_name):
             return line
         is_other = not frame.file_name.startswith(("<", *map(_folder, _LIBRARIES)))
         parts = folder.split(os.sep)

@@ -17,12 +17,9 @@ from jaxnorm.tools.loss_values import Loss
 from jaxnorm.tools.values import Head, Rows
 
 # Primitives that return the elements of their operand in another shape, order or dtype.
-_COPYING = {
-    "broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", *NAMING,
-}  # fmt: skip
+_COPYING = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", *NAMING}
 
-# Primitives of a weighted sum. The weights must not depend on a differentiated argument.
-_PRODUCTS = {"mul", "select_n"}
+# Primitives of sums, also over the iterations of a scan.
 _SUMS = {"add", "add_any", "neg", "reduce_sum", "scan", "sub", STACKED, *_COPYING}
 
 
@@ -81,10 +78,9 @@ def _losses(program: Program) -> Iterator[Advice]:
     """Yield advice on each matmul whose result a linear loss need not save."""
     heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
     for head in heads:
-        logits, weight = head.logits, head.weight
+        many = head.logits.is_active and head.classes**2 > 2 * head.weight.size
         # A linear loss computes smaller logits at once, and then needs as much memory for them.
-        is_large = logits.bytes > 4 * weight.bytes // weight.dtype.itemsize
-        if logits.is_active and head.classes**2 > 2 * weight.size and is_large:
+        if many and head.logits.bytes > 4 * head.weight.bytes // head.weight.dtype.itemsize:
             one = _named(head, heads, program) or _any(head, program)
             if one is not None and one.saves > 0:
                 yield one
@@ -131,8 +127,11 @@ def _copied(value: Value) -> Value:
 def _any(head: Head, program: Program) -> Advice | None:
     """Return advice to use linear_loss for all that is computed position by position."""
     rows = values.positions(program, [head])
-    cuts = [v for v in rows if any(u not in rows for u in _live(v, program))]
-    if any(4 * v.size > head.logits.size for v in cuts) or not _are_in_order(cuts, rows):
+    after = {v: [u for u in _live(v, program) if u not in rows] for v in rows}
+    cuts = [v for v in rows if after[v]]
+    wide = [(v, u) for v in cuts if 4 * v.size > head.logits.size for u in after[v]]
+    is_row = all(values.sums_classes(u, rows[v]) for v, u in wide)
+    if not (is_row and _are_in_order(cuts, rows)):
         return None
     is_summed = len(cuts) == 1 and _are_summed(cuts, program)
     return _advice("linear_loss", head, cuts, rows, {}, is_summed, program)
@@ -175,7 +174,8 @@ def _are_summed(losses: Sequence[Value], program: Program) -> bool:
         of_losses = [v.is_active for v in value.operands]
         if value.made_by == "div":
             return of_losses == [True, False]
-        return value.made_by in _SUMS or (value.made_by in _PRODUCTS and sum(of_losses) == 1)
+        is_product = value.made_by in ("mul", "select_n")
+        return value.made_by in _SUMS or (is_product and sum(of_losses) == 1)
 
     after = reached(losses, lambda v: _live(v, program) if v.size > 1 else [])
     return all(v in losses or is_linear(v) for v in after)
@@ -198,9 +198,11 @@ def _advice(
     A sum or a mean saves the gradients of its operands; other linear losses save the operands.
     """
     inside = _inside(head, cuts, lambda v: v.users)
+    shapes = {v.shape for v in inside if 4 * v.size > head.logits.size}
     for value in reversed(program.values):
-        is_own = all(v in inside for v in value.users if v.made_by != STACKED or v in program.live)
-        if value.users and is_own and not value.is_active and (is_summed or _is_of_integers(value)):
+        users = [v for v in value.users if v.made_by != STACKED or v in program.live]
+        is_own = all(v in inside for v in users) if users else value.shape in shapes
+        if is_own and not value.is_active and (is_summed or _is_of_integers(value)):
             inside[value] = None
     operands = {_copied(v): v for a in inside if a in rows for v in a.operands if v not in inside}
     instead = 0
@@ -214,22 +216,21 @@ def _advice(
             is_free = saved or _is_given(operand) or _is_of_integers(operand)
         instead += 0 if is_free else min(v.bytes for v in copies) * head.logits.layers
     members = dict.fromkeys(program.by_origin[v] for v in inside if v in program.by_origin)
-    narrow = head.weight.dtype
-    if any(v.dtype.itemsize > narrow.itemsize for v in _copies(head.weight)):
-        options = options | {"dtype": narrow.name}
+    if _copied(head.weight).dtype.itemsize > head.weight.dtype.itemsize:
+        options = options | {"dtype": head.weight.dtype.name}
     if not is_summed and function != "linear_log_prob_and_entropy":
         options = options | {"reduction": '"none"'}
-    call = "(fun, x, weight, *rows)" if function == "linear_loss" else ""
-    text = " and ".join(f"{name}={text}" for name, text in options.items())
-    how = f"replace the loss {{at}} and the matmul before it with jaxnorm.{function}{call}"
-    how += f", with {text}" * bool(text)
-    if any(rows[v].size * head.classes < head.logits.size for v in cuts):
-        how += ", and slice the matmul's input"
-    if is_summed:
-        how += " (it returns the mean: masks and weights go into where=)"
-    if function == "linear_loss":
-        how += "; fun(logits, *row) computes the same for one position"
-    how += f": only {'gradients' if is_summed else 'its operands'} are saved, and no logits"
+    is_any, text = function == "linear_loss", [f"{name}={text}" for name, text in options.items()]
+    is_sliced = any(rows[v].size * head.classes < head.logits.size for v in cuts)
+    how = (
+        f"replace the loss {{at}} and the matmul before it with jaxnorm.{function}"
+        + "(fun, x, weight, *rows)" * is_any
+        + f", with {' and '.join(text)}" * bool(text)
+        + ", and slice the matmul's input" * is_sliced
+        + " (it returns the mean: masks and weights go into where=)" * is_summed
+        + "; fun(logits, *row) computes the same for one position" * is_any
+        + f": only {'gradients' if is_summed else 'its operands'} are saved, and no logits"
+    )
     return Advice(function, cuts[-1].source, how, [*members], instead, head.logits.layers)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxnorm.tools.kept_arrays import Value
-from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree
+from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree, sums_classes
 
 # Scales that differ less from 1 differ because numbers in the program are rounded to float32.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
@@ -35,8 +35,8 @@ class Loss:
                 found = np.stack([draw(value).ravel() for draw in self.draws])
                 if found.dtype.kind == "f" and found.shape[1] == heads[0].classes:
                     self.logits[value] = found
-                elif found.shape[1] == 1:
-                    self.results[value] = found[:, 0]
+                if found.shape[1] == 1 or any(sums_classes(u, rows[value]) for u in value.users):
+                    self.results[value] = found.sum(1)
 
     def _given(self, head: Head, random: np.random.Generator) -> np.ndarray:
         shape = [n if i == head.axis else 1 for i, n in enumerate(head.logits.shape)]
@@ -53,7 +53,7 @@ class Loss:
                 if options is None:
                     continue
                 for v in log_probs:
-                    if v.size == self.rows[v].size:
+                    if v.size in (self.rows[v].size, self.heads[0].logits.size):
                         yield "linear_softmax_cross_entropy", [v], options
                 for v, entropy in itertools.product(log_probs, [[], *([e] for e in entropies)]):
                     yield "linear_log_prob_and_entropy", [v, *entropy], options

@@ -79,6 +79,12 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
     return rows
 
 
+def sums_classes(user: Value, rows: np.ndarray) -> bool:
+    """Return True if a user of an array with the positions `rows` sums it over its classes."""
+    of_classes = {i for i, n in enumerate(rows.shape) if n == 1}
+    return user.made_by == "reduce_sum" and of_classes <= {*user.equation.params["axes"]}
+
+
 def _rows(value: Value, own: list[np.ndarray], draw: "Draw") -> np.ndarray | None:
     """Return the positions of an array, of which some operands have the positions `own`.
 
@@ -162,6 +168,8 @@ class Draw:
             raise UnknownError(name)
         arrays = [self(v) for v in value.operands]
         if name in _ELEMENTWISE:
+            if math.prod(np.broadcast_shapes(*(a.shape for a in arrays))) > _LARGEST:
+                raise UnknownError(name)
             return np.asarray(_ELEMENTWISE[name](*arrays))
         if name in _OF_PARAMS:
             return _OF_PARAMS[name](value, arrays[0])
