@@ -463,7 +463,7 @@ def test_log_probabilities_of_sequences():
 
 @pytest.mark.parametrize("loss", [of_optax, with_smooth_labels])
 def test_metrics_beside_the_loss(loss):
-    """Metrics of the same logits under `stop_gradient` are results of the function, too."""
+    """Metrics of the same logits under `stop_gradient` are further results of the function."""
 
     def of_row(z, label):
         found = jnp.argmax(z, -1) == label
@@ -484,7 +484,7 @@ def test_metrics_beside_the_loss(loss):
 
 
 def test_a_loss_whose_weights_depend_on_all_rows():
-    """The function of a row returns what the weights are computed from, too."""
+    """The function of a row also returns the numbers from which the weights are computed."""
 
     def of_row(z):
         return jax.nn.logsumexp(z, -1), jax.nn.log_softmax(z)[..., 0]

@@ -28,7 +28,7 @@ class Advice(NamedTuple):
 
     Attributes:
       function: name of the function to use.
-      line: the line to change: ``"file.py:12 (function)"``.
+      place: the file name and the number of the line to change, ``"file.py:12"``.
       template: the instruction, with ``{at}`` in place of "at file.py:12".
       members: the arrays that are no longer saved if the user follows the advice.
       instead: number of bytes of the arrays that are then saved instead of `members`.
@@ -36,16 +36,11 @@ class Advice(NamedTuple):
     """
 
     function: str
-    line: str
+    place: str
     template: str
     members: Sequence[Value]
     instead: int
     runs: int
-
-    @property
-    def place(self) -> str:
-        """The file name and number of the line, such as ``"file.py:12"``."""
-        return self.line.partition(" ")[0] or "an unknown line"
 
     @property
     def sentence(self) -> str:
@@ -211,7 +206,8 @@ def _advice(
         saved = [v for v in copies if v in program.by_origin]
         if is_summed:
             users = {u for v in saved for u in v.users if u.made_by != STACKED}
-            is_free = not operand.is_active or (saved and users <= {*inside, *copies})
+            is_own = saved and not any(v.made_by.startswith("jaxnorm.") for v in saved)
+            is_free = not operand.is_active or (is_own and users <= {*inside, *copies})
         else:
             is_free = saved or _is_given(operand) or _is_of_integers(operand)
         instead += 0 if is_free else min(v.bytes for v in copies) * head.logits.layers
@@ -231,7 +227,8 @@ def _advice(
         + "; fun(logits, *row) computes the same for one position" * is_any
         + f": only {'gradients' if is_summed else 'its operands'} are saved, and no logits"
     )
-    return Advice(function, cuts[-1].source, how, [*members], instead, head.logits.layers)
+    place = cuts[-1].source.partition(" ")[0] or "an unknown line"
+    return Advice(function, place, how, [*members], instead, head.logits.layers)
 
 
 def _is_of_integers(value: Value) -> bool:

@@ -17,7 +17,7 @@ class Loss:
     """The values of a loss for random logits, which are compared with those of jaxnorm's losses.
 
     Attributes:
-      heads: the linear layer of the logits and, if there are two, that of the teacher's logits.
+      heads: the linear layer of the logits and, if there are two, the teacher's linear layer.
       rows: the arrays that are computed from the logits position by position.
       draws: values of these arrays, for several logits, labels and weights.
       logits, results: the values of arrays with a number for each class, and for each position.

@@ -66,7 +66,7 @@ class KeptArray:
 
 
 class Remat(NamedTuple):
-    """What `auto_remat` saves and costs.
+    """The number of bytes that `auto_remat` saves, and its price.
 
     Attributes:
       saves: number of bytes by which it reduces the total.
