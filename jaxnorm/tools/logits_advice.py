@@ -73,9 +73,7 @@ def _losses(program: Program) -> Iterator[Advice]:
     """Yield advice on each matmul whose result a linear loss need not save."""
     heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
     for head in heads:
-        many = head.logits.is_active and head.classes**2 > 2 * head.weight.size
-        # A linear loss computes smaller logits at once, and then needs as much memory for them.
-        if many and head.logits.bytes > 4 * head.weight.bytes // head.weight.dtype.itemsize:
+        if head.logits.is_active and head.classes**2 > 2 * head.weight.size:
             one = _named(head, heads, program) or _any(head, program)
             if one is not None and one.saves > 0:
                 yield one
