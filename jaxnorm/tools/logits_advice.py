@@ -51,6 +51,7 @@ class Advice(NamedTuple):
         return sum(v.bytes for v in self.members) - self.instead
 
 
+@np.errstate(all="ignore")
 def advice(program: Program) -> dict[Value, tuple[Advice, int]]:
     """Return a dict: for each saved array, the advice that frees it and the number of freed bytes.
 
@@ -193,8 +194,8 @@ def _advice(
     inside = _inside(head, cuts, lambda v: v.users)
     shapes = {v.shape for v in inside if 4 * v.size > head.logits.size}
     for value in reversed(program.values):
-        users = [v for v in value.users if v.made_by != STACKED or v in program.live]
-        is_own = all(v in inside for v in users) if users else value.shape in shapes
+        users = {v for v in value.users if v.made_by != STACKED or v in program.live}
+        is_own = users <= inside.keys() if users else value.shape in shapes
         if is_own and not value.is_active and (is_summed or _is_of_integers(value)):
             inside[value] = None
     operands = {_copied(v): v for a in inside if a in rows for v in a.operands if v not in inside}
@@ -204,10 +205,11 @@ def _advice(
         saved = [v for v in copies if v in program.by_origin]
         if is_summed:
             users = {u for v in saved for u in v.users if u.made_by != STACKED}
-            is_own = saved and not any(v.made_by.startswith("jaxnorm.") for v in saved)
-            is_free = not operand.is_active or (is_own and users <= {*inside, *copies})
+            # The derivative of a function of jaxnorm may use its result.
+            own = [v for v in saved if not v.made_by.startswith("jaxnorm.")]
+            is_free = not operand.is_active or (bool(own) and users <= {*inside, *copies})
         else:
-            is_free = saved or _is_given(operand) or _is_of_integers(operand)
+            is_free = bool(saved) or _is_given(operand) or _is_of_integers(operand)
         instead += 0 if is_free else min(v.bytes for v in copies) * head.logits.layers
     members = dict.fromkeys(program.by_origin[v] for v in inside if v in program.by_origin)
     if _copied(head.weight).dtype.itemsize > head.weight.dtype.itemsize:

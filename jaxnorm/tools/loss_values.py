@@ -53,7 +53,7 @@ class Loss:
                 if options is None:
                     continue
                 for v in log_probs:
-                    if v.size in (self.rows[v].size, self.heads[0].logits.size):
+                    if v.size // self.rows[v].size in (1, self.heads[0].classes):
                         yield "linear_softmax_cross_entropy", [v], options
                 for v, entropy in itertools.product(log_probs, [[], *([e] for e in entropies)]):
                     yield "linear_log_prob_and_entropy", [v, *entropy], options
@@ -86,7 +86,6 @@ class Loss:
         found = (np.stack([a[v].ravel() for a in arrays]) for v in common if _is_integer(v))
         return {tuple(a[:, 0] % self.heads[0].classes) for a in found if a.shape[1] == 1}
 
-    @np.errstate(all="ignore")
     def _options(self, value: Value, head: Head) -> dict[str, str] | None:
         """Return the options with which a loss computes `value` from the logits of a head.
 
