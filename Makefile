@@ -1,9 +1,11 @@
-# `make demo`, `make test`, `make compile` and `make docs` do everything. Each makes .venv first, if it
+# `make demo`, `make test`, `make test-all`, `make compile` and `make docs` do everything. Each makes .venv first, if it
 # is not there.
 
 VENV ?= .venv
 JAX ?= jax
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# `make test` runs the first and the last case of each test, and one in so many of the others.
+EVERY ?= 6
 SELECTED ?= tests/mosaic -m compiles
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python,\
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 12) and print("$(p)")' 2>/dev/null)))
@@ -11,12 +13,16 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 # Tests start many processes that import jax: with its bytecode written, a second instead of three.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test compile lint docs clean
+.PHONY: demo test test-all compile lint docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/python examples/train_transformer.py $(ARGS)
 
 test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) --every $(EVERY) $(ARGS)
+
+# All cases. `make test ARGS=--rest` runs those that `make test` leaves out.
+test-all: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
 # Compiles kernels for GPUs that need not be here.

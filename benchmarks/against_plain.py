@@ -224,6 +224,20 @@ def _activations(rows: int, hidden: int, width: int) -> Iterator[tuple[str, Case
     )
 
 
+def _norm_linears(rows: int, width: int, features: int) -> Iterator[tuple[str, Case]]:
+    """RMSNorm and the matmul after it."""
+
+    def plain(x: Any, w: Any, scale: Any) -> Any:
+        return variants.rms_norm(x, scale) @ w
+
+    operands = (((rows, width), "bfloat16"), ((width, features), "bfloat16"), ((width,), "float32"))
+    found = {PLAIN: plain, **_implementations(jaxnorm.rms_norm_linear, "xla", "mosaic")}
+    yield (
+        f"rms_norm_linear bfloat16 {rows}x{width}x{features}",
+        Case(operands, found, 3, has_matmul=True),
+    )
+
+
 def _vmapped(rows: int, cols: int, count: int) -> Iterator[tuple[str, Case]]:
     def over_scales(norm: Function) -> Function:
         return jax.vmap(norm, (None, 0))
@@ -261,7 +275,8 @@ def cases() -> dict[str, Case]:
     for cols in (192, 197, 577):
         found += [_softmaxes("float32", 131072, cols, "bfloat16")]
     found += [_linear_losses("float32", 4096, 1024, 32000), _activations(8192, 8192, 2048)]
-    found += [_activations(16384, 3072, 768), _vmapped(8192, 4096, 8), _scans(8192, 4096, 16)]
+    found += [_norm_linears(8192, 4096, 6144), _activations(16384, 3072, 768)]
+    found += [_vmapped(8192, 4096, 8), _scans(8192, 4096, 16)]
     return {name: case for each in found for name, case in each}
 
 

@@ -3,15 +3,18 @@
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
-        [--rows "plain;names"] [--barriers saved] [--tiny]
+        [--rows "plain;auto*"] [--barriers saved] [--tiny]
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
-minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds until the
-step is compiled. All rows run in one process, one after the other, three times.
+minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
+and lower the step. All rows run in one process, one after the other, three times. Rows whose names
+begin with "maxtext" have MaxText's policies, and the linear loss.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import fnmatch
 import functools
 import statistics
 import time
@@ -29,15 +32,42 @@ from benchmarks.language_models import Model, Params
 from benchmarks.variants import Array, rotated
 from jaxnorm.remat import regions
 
-_NAMES = ("q", "k", "v", "attended", "h", "gate", "up", "mid")
 _STEPS, _ROUNDS = 8, 3
+_BUDGETS = (0.2, 0.1, 0.05, 0.03)
+_QKV = ("q", "k", "v")
+_MLP = ("gate", "up", "mid")  # "mid" is the hidden array of GPT-2
+#: For each policy, the names of the arrays that a layer saves. MaxText's policies (version 0.2.5,
+#: `maxtext/layers/nnx_decoders.py`) have other names there: query_proj, key_proj, value_proj,
+#: context ("attended"), out_proj ("out"), mlpwi_0, mlpwi_1 (_MLP), mlpwo ("down").
+NAMES: dict[str, tuple[str, ...]] = {
+    "names": (*_QKV, "attended", "h", *_MLP),
+    "maxtext minimal_with_context": (*_QKV, "attended", "out", *_MLP, "down"),
+    "maxtext minimal": (*_QKV, "out", *_MLP, "down"),
+    "maxtext save_dot_with_context_except_mlp": (*_QKV, "attended", "out"),
+    "maxtext save_dot_except_mlpwi": (*_QKV, "out", "down"),
+    "maxtext save_dot_except_mlp": (*_QKV, "out"),
+    "maxtext save_qkv_proj": _QKV,
+    "maxtext save_out_proj": ("out",),
+    "maxtext full": (),
+}
 
 
-def _policy(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Save the arrays that have names, and the results of cuDNN's attention."""
-    if str(primitive) == "name":
-        return params["name"] in _NAMES
-    return "dot_product_attention_fwd" in str(primitive)
+def policy(names: tuple[str, ...]) -> Callable[..., bool]:
+    """Return a policy that saves arrays with these names.
+
+    "attended" stands for the results of cuDNN's attention: its output and its statistics. They are
+    saved without a name, because a scan would save both the output and its named copy.
+    """
+
+    def save(primitive: Any, *_: Any, **params: Any) -> bool:
+        if str(primitive) == "name":
+            return params["name"] in names
+        return "attended" in names and "dot_product_attention_fwd" in str(primitive)
+
+    return save
+
+
+language_models._POLICIES |= {key: {"policy": policy(names)} for key, names in NAMES.items()}  # type: ignore[misc]
 
 
 def gpt2(model: Model, params: Params, x: Array) -> Array:
@@ -48,12 +78,13 @@ def gpt2(model: Model, params: Params, x: Array) -> Array:
         y = use.layer_norm(x, **p["attention_norm"])
         qkv = jnp.split(language_models.dense(use.linear, y, p["qkv"]), 3, axis=-1)
         q, k, v = (name(model.heads(a), n) for a, n in zip(qkv, "qkv"))
-        attended = name(model.attend(q, k, v), "attended")
+        attended = model.attend(q, k, v)
         branch = language_models.dense(use.heads_linear, attended, p["attention_out"])
-        x = name(x + branch, "h")
+        x = name(x + name(branch, "out"), "h")
         y = use.layer_norm(x, **p["mlp_norm"])
         h = name(language_models.dense(use.linear, y, p["mlp_in"]), "mid")
-        return x + use.activation_linear(h, p["mlp_out"]["kernel"], p["mlp_out"]["bias"])
+        down = use.activation_linear(h, p["mlp_out"]["kernel"], p["mlp_out"]["bias"])
+        return x + name(down, "down")
 
     x = x + params["positions"][: x.shape[1]].astype(x.dtype)
     return use.layer_norm(model.stack(layer, x, params["layers"]), **params["norm"])
@@ -68,11 +99,11 @@ def llama(model: Model, params: Params, x: Array) -> Array:
         y = use.rms_norm(x, **p["attention_norm"])
         q, k, v = (model.heads(use.linear(y, p[n])) for n in "qkv")
         q, k, v = name(rotated(q, *tables), "q"), name(rotated(k, *tables), "k"), name(v, "v")
-        attended = name(model.attend(q, k, v), "attended")
-        x = name(x + use.heads_linear(attended, p["attention_out"]), "h")
+        attended = model.attend(q, k, v)
+        x = name(x + name(use.heads_linear(attended, p["attention_out"]), "out"), "h")
         y = use.rms_norm(x, **p["mlp_norm"])
         gate, up = (name(use.linear(y, p[n]), n) for n in ("gate", "up"))
-        return x + use.gated_linear(gate, up, p["down"])
+        return x + name(use.gated_linear(gate, up, p["down"]), "down")
 
     return use.rms_norm(model.stack(layer, x, params["layers"]), **params["norm"])
 
@@ -83,7 +114,7 @@ class Row:
 
     Attributes:
       variant: name of a variant of the model's functions.
-      remat: the rematerialisation of each layer, as in `models`, or "names".
+      remat: the rematerialisation of each layer, as in `models`, or a key of `NAMES`.
       auto: a function that is applied to the loss, or None.
     """
 
@@ -107,22 +138,22 @@ ROWS = {
     "auto": Row("jnp", auto=_auto()),
     "auto, linear loss": Row(_LINEAR, auto=_auto()),
     "auto, norms, linear loss": Row(_NORMS, auto=_auto()),
-    "auto, linear loss, budget 0.25": Row(_LINEAR, auto=_auto(0.25)),
-    "auto, linear loss, budget 0.15": Row(_LINEAR, auto=_auto(0.15)),
-    "auto, linear loss, budget 0.08": Row(_LINEAR, auto=_auto(0.08)),
+    **{f"auto, linear loss, budget {b}": Row(_LINEAR, auto=_auto(b)) for b in _BUDGETS},
+    **{f"auto, norms, linear loss, budget {b}": Row(_NORMS, auto=_auto(b)) for b in _BUDGETS},
+    **{key: Row(_LINEAR, key) for key in NAMES if key != "names"},
 }
 
 
 def step(model: str, layers: Any, row: Row) -> training.Step:
-    """Return a training step, compiled."""
+    """Return a training step, lowered."""
     size = models.MODELS[model]
-    of_names = {"gpt2": gpt2, "llama": llama} if row.remat == "names" else _PLAIN_MODELS
+    of_names = {"gpt2": gpt2, "llama": llama} if row.remat in NAMES else _PLAIN_MODELS
     language_models._MODELS.update(of_names)
     language_models.train_step = functools.partial(_train_step, row.auto or (lambda f: f))
     cell = models.TrainingCell(model, row.remat, layers, "bfloat16", size.batch, row.variant)
-    compiled = training.Step(cell, size.batch)
-    _ = compiled.run, compiled.initial, compiled.batch
-    return compiled
+    lowered = training.Step(cell, size.batch)
+    _ = lowered.lowered
+    return lowered
 
 
 _PLAIN_MODELS = dict(language_models._MODELS)
@@ -146,10 +177,11 @@ def measure(model: str, layers: str, rows: list[str]) -> None:
             steps[row] = step(model, layers, ROWS[row])
         except Exception as error:  # A row that fails must not hide the others.
             print(f"{model} {layers} {row}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            continue
         seconds[row] = time.perf_counter() - start
-        temp = steps[row].temp_bytes / 1e9
-        print(f"compiled {row}: {seconds[row]:.1f} s, temp {temp:.2f} GB", flush=True)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda step: (step.run, step.initial, step.batch), steps.values()))
+    for row, run in steps.items():
+        print(f"traced {row}: {seconds[row]:.1f} s, temp {run.temp_bytes / 1e9:.2f} GB", flush=True)
     times: dict[str, list[float]] = {row: [] for row in steps}
     losses: dict[str, float] = {}
     for _ in range(_ROUNDS):
@@ -169,9 +201,9 @@ def measure(model: str, layers: str, rows: list[str]) -> None:
     for row, run in steps.items():
         ms = times[row]
         print(
-            f"{model:11} {layers:9} {row:32} {min(ms):8.2f} ms ({min(ms) / best:.3f})  median "
+            f"{model:11} {layers:9} {row:41} {min(ms):8.2f} ms ({min(ms) / best:.3f})  median "
             f"{statistics.median(ms):8.2f}  temp {run.temp_bytes / 1e9:6.2f} GB  loss "
-            f"{losses[row]:.4f}  compiled in {seconds[row]:.1f} s",
+            f"{losses[row]:.4f}  traced in {seconds[row]:.1f} s",
             flush=True,
         )
 
@@ -181,14 +213,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="llama-1b,gpt2-small")
     parser.add_argument("--layers", default="scan,unrolled")
-    parser.add_argument("--rows", default="", help="prefixes of rows, separated by semicolons")
+    parser.add_argument("--rows", default="*", help='such as "plain;auto*"')
     parser.add_argument("--barriers", default=regions.BARRIERS, help="saved, recomputed or none")
     parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
     options = parser.parse_args()
     regions.BARRIERS = options.barriers
     plain = variants.VARIANTS["jnp"]
     variants.VARIANTS[_LINEAR] = dataclasses.replace(plain, loss=variants.loss_without_logits)
-    language_models._POLICIES["names"] = {"policy": _policy}  # type: ignore[index]
     if options.tiny:
         small: dict[str, Any] = {
             "layers": 4,
@@ -201,8 +232,8 @@ def main() -> None:
             kv_heads = 4 if size.kind == "gpt2" else 2
             tiny = dataclasses.replace(size, kv_heads=kv_heads, seq=256, batch=2, **small)
             models.MODELS[key] = tiny
-    prefixes = tuple(options.rows.split(";"))
-    rows = [row for row in ROWS if row.startswith(prefixes)]
+    patterns = options.rows.split(";")
+    rows = [row for row in ROWS if any(fnmatch.fnmatch(row, pattern) for pattern in patterns)]
     print(jax.__version__, jax.devices()[0].device_kind, flush=True)
     for model in options.models.split(","):
         for layers in options.layers.split(","):

@@ -8,11 +8,10 @@ Like `workloads`, this module imports neither JAX nor torch.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 
-from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload, shaped
+from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload
 
 # Shapes (rows, columns) of x. In bfloat16, the smallest of these arrays has 50 MB, the largest
 # 134 MB.
@@ -28,7 +27,6 @@ ROWS_BY_COLS: tuple[Shape, ...] = (
 )
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "fwd+bwd")
 DTYPES = ("bfloat16", "float32", "mixed")
-QUICK_COLS = 4096
 #: The shape of attention logits: batch, heads, queries, keys.
 LOGITS: Shape = (4, 16, 2048, 2048)
 #: The number by which attention logits are multiplied: 1 / sqrt(64), for heads with 64 columns.
@@ -89,10 +87,6 @@ class Block:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(dtype for dtype in DTYPES if dtype != "mixed" or self.mixed)
-
-    @property
-    def quick(self) -> tuple[Shape, ...]:
-        return tuple(shape for shape in self.shapes if shape[-1] == QUICK_COLS)
 
 
 _ADD_RMS_NORM = Block(("y", "h"), saved=("y",), gradients=("x",), parameters=("scale",))
@@ -266,6 +260,3 @@ class BlockWorkload(ShapedWorkload):
         if self.direction == "fwd+bwd":
             arrays += [*block.saved, *block.results, *(block.operands[i] for i in self.gradients)]
         return sum(math.prod(self.shape_of(n)) * ITEMSIZE[self.dtype_of(n)] for n in arrays)
-
-
-grid = functools.partial(shaped, BlockWorkload, BLOCKS)

@@ -48,15 +48,13 @@ class Timing:
         `roof` is the timing of a copy that loads and stores as many bytes as the workload. The
         result has two measures of speed: GB/s, and the copy's time divided by the workload's time.
 
-        If matmuls determine the time of the workload, `roof` is None. The only measure of speed is
-        then TFLOP/s.
+        If matmuls determine the time of the workload, `roof` is None, and so are both measures.
         """
         return {
             "us": self.us,
             "main_us": self.main_us,
             "gbps": None if roof is None else self.gbps(workload.bytes),
             "roof": None if roof is None else roof.us / self.us,
-            "tflops": workload.flops / self.us / 1e6 if workload.flops else None,
             "kernels": self.kernels,
         }
 

@@ -1,7 +1,6 @@
 """Workloads that call the kernels of an implementation directly, not through public functions."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,29 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxnorm
-from benchmarks.linear import LinearWorkload
-from benchmarks.workloads import ITEMSIZE, Workload
+from benchmarks.workloads import Workload
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
-from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
-
-#: Maps each pass (operation, direction) to a pair of numbers. They count the arrays of x's shape
-#: that the pass loads or stores: first the arrays with the dtype of x, then the arrays with the
-#: dtype of y. Backward passes are assumed to read the saved output.
-_ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
-    # x, residual and h have x_dtype; y has y_dtype.
-    ("add_norm", "fwd"): (3, 1),
-    # dh and dx have x_dtype; y and dy have y_dtype.
-    ("add_norm", "bwd"): (2, 2),
-    # x, residual and their sum have the dtype of x.
-    ("norm_add", "fwd"): (3, 0),
-    # x, residual and h have x_dtype; y has y_dtype.
-    ("norm_add_norm", "fwd"): (3, 1),
-    # x, dh, dx and dresidual have the dtype of x; y and dy have the dtype of y.
-    ("norm_add_norm", "bwd"): (4, 2),
-}
+from jaxnorm_kernels.specs import NormOptions, SoftmaxOptions, Spec
 
 
 def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tuple[Any, ...]:
@@ -73,12 +54,11 @@ class KernelWorkload(Workload):
 
     @property
     def bytes(self) -> int:
-        arrays = _ARRAYS.get((self.operation, self.direction))
-        if arrays is None:
-            return super().bytes
-        of_x, of_y = arrays
-        itemsizes = of_x * ITEMSIZE[self.x_dtype] + of_y * ITEMSIZE[self.y_dtype]
-        return math.prod(self.shape) * itemsizes
+        """The bytes of all arrays that the kernel loads and stores."""
+        operands = jax.eval_shape(lambda: self.operands(0))
+        results = jax.eval_shape(self.function(xla), *operands)
+        arrays = jax.tree.leaves((operands, results))
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -172,119 +152,3 @@ class KernelWorkload(Workload):
     @property
     def _adds_dh(self) -> bool:
         return self.direction == "bwd" and "h" in OPERATIONS[self.operation].results
-
-
-class LinearKernelWorkload(LinearWorkload):
-    """The forward kernel that fuses a norm and the matmul after it, run on one shape."""
-
-    @property
-    def cols(self) -> int:
-        return self.sizes[1]
-
-    def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function of x, weight and scale that runs the implementation.
-
-        For the implementation xla, it computes the norm and the matmul in plain JAX.
-        """
-        if implementation is xla:
-            return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
-        return functools.partial(
-            implementation.rms_norm_linear_fwd, dtype=jnp.dtype(self.dtype), epsilon=1e-6
-        )
-
-    def operands(self, seed: int) -> tuple[jax.Array, ...]:
-        """Return random operands.
-
-        They are not zeros, because a GPU's clock frequency depends on the values that it
-        multiplies. A matmul of zeros could run faster than the same matmul in a model.
-        """
-        keys = jax.random.split(jax.random.key(seed), 3)
-        (x, dtype), (weight, _, deviation) = self.row_operands
-        scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]
-        of_weight = jax.random.normal(keys[1], weight, dtype) * jnp.asarray(deviation, dtype)
-        return jax.random.normal(keys[0], x, dtype), of_weight, *scales
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadsKernelWorkload:
-    """The kernel of an RMSNorm of attention heads followed by a rotation (RoPE).
-
-    The kernel computes a forward pass, or a backward pass that reads the saved output.
-
-    Attributes:
-      shape: the shape of x: (batch, length, number of heads, columns of a head). All columns are
-        rotated.
-    """
-
-    direction: Direction
-    shape: tuple[int, int, int, int]
-    x_dtype: str
-
-    op = "rms_norm_rope"
-
-    @property
-    def y_dtype(self) -> str:
-        return self.x_dtype
-
-    @property
-    def cols(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def bytes(self) -> int:
-        return (
-            (2 if self.direction == "fwd" else 3) * math.prod(self.shape) * ITEMSIZE[self.x_dtype]
-        )
-
-    @property
-    def spec(self) -> Spec:
-        batch, length, heads, cols = self.shape
-        dtype, parameter = jnp.dtype(self.x_dtype), np.dtype(np.float32)
-        return Spec(
-            "norm_rope",
-            self.direction,
-            *(batch * length * heads, cols),
-            *(dtype, dtype),
-            outputs=("y",),
-            options=NormOptions(
-                scale_dtype=parameter,
-                epsilon=1e-6,
-                table_dtype=parameter,
-                rotated=cols,
-                table_rows=Shared(
-                    ((batch, False), (length, True), (heads, False)), has_columns=True
-                ),
-            ),
-        )
-
-    def function(self, implementation: Any) -> Callable[..., Any]:
-        """Return a function that runs the implementation on the arrays that `operands` returns."""
-        spec = self.spec
-        if implementation is not xla:
-            return functools.partial(self._in_rows, functools.partial(call, implementation, spec))
-        return lambda *operands: call(xla, spec, *operands)[: 1 if self.direction == "fwd" else 2]
-
-    def operands(self, seed: int) -> tuple[Any, ...]:
-        """Return random operands in the shapes that the public function takes."""
-        keys = iter(jax.random.split(jax.random.key(seed), 5))
-        _, length, _, cols = self.shape
-        angle = jax.random.uniform(next(keys), (1, length, 1, cols // 2), jnp.float32, 0, 6)
-        shared = (1 + 0.1 * jax.random.normal(next(keys), (cols,)), jnp.cos(angle), jnp.sin(angle))
-        x = jax.random.normal(next(keys), self.shape, self.x_dtype)
-        if self.direction == "fwd":
-            return x, *shared
-        rstd = 1 + jax.random.uniform(next(keys), self.shape[:-1], jnp.float32)
-        return x, (rstd,), *shared, jax.random.normal(next(keys), self.shape, self.x_dtype)
-
-    def _in_rows(self, function: Callable[..., Any], *operands: Any) -> list[Any]:
-        """Reshape the operands to rows, run `function` on them, and reshape its result back."""
-        views = [
-            jax.tree.map(lambda a: a.reshape(-1), a)
-            if isinstance(a, tuple)
-            else a.reshape(-1, a.shape[-1])
-            if a.ndim > 1
-            else a
-            for a in operands
-        ]
-        first, *others = function(*views)
-        return [first.reshape(self.shape), *others[: int(self.direction == "bwd")]]

@@ -40,6 +40,27 @@ def _warm_up() -> None:
             seconds(CompileCell(op, "8192x1152", "bfloat16", provider))
 
 
+def passes(
+    f: Callable[..., Any], gradients: Sequence[int]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward pass of a provider's function, and both passes as one function.
+
+    `gradients` are indices of the row operands whose gradients are returned.
+    """
+
+    def forward(rows: Any, parameters: Any) -> Any:
+        results = f(*rows, *parameters)
+        return results if isinstance(results, tuple) else (results,)
+
+    def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
+        results, pullback = jax.vjp(forward, rows, parameters)
+        # A mean loss has no cotangent among the inputs. Use the constant 1, as jax.grad does.
+        of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
+        return results, [of_rows[i] for i in gradients], of_parameters
+
+    return forward, forward_and_backward
+
+
 def seconds(cell: CompileCell) -> Figures:
     """Return the seconds that JAX takes to trace, lower and compile a cell's program.
 
@@ -61,15 +82,7 @@ def seconds(cell: CompileCell) -> Figures:
         shapes(work.cotangents),
     )
 
-    def step(rows: Any, parameters: Any, cotangents: Any) -> Any:
-        def forward(rows: Any, parameters: Any) -> Any:
-            results = f(*rows, *parameters)
-            return results if isinstance(results, tuple) else (results,)
-
-        results, pullback = jax.vjp(forward, rows, parameters)
-        of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
-        return results, [of_rows[i] for i in work.gradients], of_parameters
-
+    _, step = passes(f, work.gradients)
     return _seconds(lambda: jax.jit(step).trace(*operands))
 
 

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from benchmarks import calls, first_calls, hlo, providers, stacks, timing
-from benchmarks.losses import LossWorkload
+from benchmarks import calls, first_calls, providers, timing
 from benchmarks.suites import Timed
 from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 
@@ -95,14 +93,12 @@ class Program:
       call: the compiled function.
       operands: a function that returns the operands of the call, given the inputs of the workload.
       compile_s: the seconds that tracing and compiling took.
-      extra_passes: the number of copies, casts and transposes of arrays of x's size.
       temp_bytes: the memory that XLA plans for intermediates.
     """
 
     call: Callable[..., Any]
     operands: Callable[..., tuple[Any, ...]]
     compile_s: float
-    extra_passes: int
     temp_bytes: int
 
 
@@ -113,11 +109,10 @@ def compile_cell(cell: Timed) -> Program:
     both, XLA would add a copy. Errors of the library are not caught.
     """
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
-    prepared = providers.operands(cell.provider)
+    forward, forward_and_backward = first_calls.passes(f, cell.workload.gradients)
     rows, parameters, cotangents = jax.eval_shape(
         lambda: random_arrays(0, *arguments_of(cell.workload))
     )
-    rows = jax.eval_shape(prepared, *rows)
     start = time.perf_counter()
 
     def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
@@ -125,29 +120,15 @@ def compile_cell(cell: Timed) -> Program:
 
     def timed(call: Any, operands: Callable[..., tuple[Any, ...]]) -> Program:
         took = time.perf_counter() - start
-        passes = hlo.extra_passes(call.as_text(), rows[0].size)
         temp_bytes = int(call.memory_analysis().temp_size_in_bytes)
-        return Program(call, operands, took, passes, temp_bytes)
-
-    def forward(rows: Any, parameters: Any) -> Any:
-        results = f(*rows, *parameters)
-        return results if isinstance(results, tuple) else (results,)
-
-    def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
-        results, pullback = jax.vjp(forward, rows, parameters)
-        # A mean loss has no cotangent among the inputs. Use the constant 1, as jax.grad does.
-        of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
-        return results, [of_rows[i] for i in cell.workload.gradients], of_parameters
+        return Program(call, operands, took, temp_bytes)
 
     if cell.direction == "fwd":
         call = compiled(forward, rows, parameters)
-        return timed(call, lambda rows, parameters, cotangents: (prepared(*rows), parameters))
+        return timed(call, lambda rows, parameters, cotangents: (rows, parameters))
     if cell.direction == "fwd+bwd":
         call = compiled(forward_and_backward, rows, parameters, cotangents)
-        return timed(
-            call,
-            lambda rows, parameters, cotangents: (prepared(*rows), parameters, cotangents),
-        )
+        return timed(call, lambda *inputs: inputs)
     # The operands of a backward pass are the residuals that the library saves: the leaves of the
     # pullback that jax.vjp returns.
     save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
@@ -161,7 +142,7 @@ def compile_cell(cell: Timed) -> Program:
     return timed(
         call,
         lambda rows, parameters, cotangents: (
-            jax.tree.leaves(keep(prepared(*rows), parameters)),
+            jax.tree.leaves(keep(rows, parameters)),
             cotangents,
         ),
     )
@@ -172,31 +153,13 @@ def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
 
 
 def kernel_time(cell: Timed, program: Program) -> Figures:
-    roof = None if cell.workload.flops else timing.copy_roof(cell.workload.bytes)
+    roof = None if cell.workload.has_matmul else timing.copy_roof(cell.workload.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
-    # Add the bandwidth of a copy. The report computes the time limit for a linear loss from it.
-    copy = {}
-    if size := _logits_bytes(cell):
-        copy["gbps"] = timing.copy_roof(size).gbps(size)
     return {
         **measured.figures(cell.workload, roof),
-        **copy,
         "compile_s": program.compile_s,
-        "extra_passes": program.extra_passes,
         "temp_bytes": program.temp_bytes,
     }
-
-
-def _logits_bytes(cell: Timed) -> int:
-    """Return the size in bytes of a copy whose time is a part of the time limit for a linear loss.
-
-    The copy is timed in the cells that measure the matmuls of a linear loss. For other cells,
-    return 0. `losses.COPY_FACTOR` explains the limit.
-    """
-    workload = cell.workload
-    if cell.provider != "products" or not isinstance(workload, LossWorkload):
-        return 0
-    return workload.logits_bytes
 
 
 def prepare(suite: str, cell: Any) -> Measure:
@@ -204,11 +167,6 @@ def prepare(suite: str, cell: Any) -> Measure:
 
     Several threads call this function at the same time.
     """
-    if suite == "stacks":
-        return stacks.prepare(cell)
-    if suite == "cpu":
-        cpu_times = importlib.import_module("benchmarks.cpu_times")  # imported here: needs Flax
-        return cpu_times.prepare(cell)
     if suite == "compile":
         return first_calls.prepare(cell)
     if suite in ("training", "capacity"):
@@ -216,10 +174,8 @@ def prepare(suite: str, cell: Any) -> Measure:
         return training.prepare(suite, cell)
     program = compile_cell(cell)
     inputs_program(*arguments_of(cell.workload))
-    if not cell.workload.flops:
+    if not cell.workload.has_matmul:
         timing.copy_programs(cell.workload.bytes)
-    if size := _logits_bytes(cell):
-        timing.copy_programs(size)
     return functools.partial(kernel_time, cell, program)
 
 

@@ -5,11 +5,9 @@ library has the loss. Like `workloads`, this module imports neither JAX nor torc
 """
 
 import dataclasses
-import functools
 import itertools
-import math
 
-from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
+from benchmarks.workloads import Array, Direction, FewParameters, Shape
 
 #: Shapes (positions, classes) of logits. 32768 classes are a power of two. The other numbers of
 #: classes are the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
@@ -45,14 +43,6 @@ class Loss:
       has_teacher: True if the logits are compared with the logits of a teacher, which have the same
         shape. False if they are compared with labels.
       results: the number of arrays that the function returns.
-      products: the number of matmuls in forward and backward pass together; 0 without a linear
-        layer.
-      logit_bytes: the number of bytes per logit that a linear loss loads and stores between its
-        matmuls. The time limit for the loss is computed from it (see `COPY_FACTOR`). A
-        cross-entropy reads 16-bit logits, reads them again, and writes their 16-bit gradient:
-        2 + 2 + 2 = 6 bytes. A log-probability reads float32 logits in both passes, and writes their
-        16-bit gradient: 4 + 4 + 2 = 10 bytes. A divergence reads float32 logits of the student and
-        of the teacher, and writes a 16-bit gradient: 4 + 4 + 2 = 10 bytes.
     """
 
     shapes: tuple[Shape, ...]
@@ -61,38 +51,27 @@ class Loss:
     mean: bool = False
     has_teacher: bool = False
     results: int = 1
-    products: int = 0
-    logit_bytes: int = 0
-
-    @property
-    def quick(self) -> tuple[Shape, ...]:
-        return self.shapes[:1]
 
 
 _BOTH: tuple[Direction, ...] = ("fwd", "fwd+bwd")
 _DTYPES = ("bfloat16", "float32")
-_LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True, products=3, logit_bytes=6)
+_LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True)
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(LOGITS, _BOTH, _DTYPES),
     "capped_cross_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES),
-    # A model's last layer and its loss. Times are compared with the provider `products`, which
-    # computes only the matmuls.
+    # A model's last layer and its loss.
     "linear_cross_entropy": _LINEAR,
     "capped_linear_cross_entropy": dataclasses.replace(_LINEAR, shapes=LINEAR_LOGITS[:1]),
     # The label's log-probability and the entropy of each position. Each position has a separate
     # cotangent, which is unknown in the forward pass. So only the backward pass can compute
     # gradients. The logits are not saved: the backward pass recomputes them with a fourth matmul.
     "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
-    "linear_log_prob_and_entropy": dataclasses.replace(
-        _LINEAR, mean=False, results=2, products=4, logit_bytes=10
-    ),
+    "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2),
     # The teacher's logits are constants: their gradient is not computed.
     "kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
     "reverse_kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
-    "linear_kl_divergence": dataclasses.replace(
-        _LINEAR, has_teacher=True, products=4, logit_bytes=10
-    ),
+    "linear_kl_divergence": dataclasses.replace(_LINEAR, has_teacher=True),
 }
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
@@ -159,24 +138,5 @@ class LossWorkload(FewParameters):
         return tuple(range(len(self.gradients), len(self.row_operands)))
 
     @property
-    def logits_bytes(self) -> int:
-        """Number of bytes that a linear loss loads and stores between its matmuls.
-
-        These bytes are logits and gradients of logits. The time limit for the loss is computed from
-        this number (see `COPY_FACTOR`).
-        """
-        return self.loss.logit_bytes * self.sizes[0] * self.sizes[-1]
-
-    @property
-    def flops(self) -> int:
-        """Number of floating-point operations of all matmuls; 0 without a linear layer."""
-        of_logits = (1 + self.loss.has_teacher) * (len(self.sizes) - 2)
-        products = self.loss.products if self.direction == "fwd+bwd" else of_logits
-        return 2 * products * math.prod(self.sizes)
-
-
-#: The time limit for a linear loss is the time of its matmuls alone, plus ``COPY_FACTOR`` times the
-#: time in which a copy transfers `LossWorkload.logits_bytes`.
-COPY_FACTOR = 1.15
-
-grid = functools.partial(shaped, LossWorkload, LOSSES)
+    def has_matmul(self) -> bool:
+        return len(self.sizes) > 2

@@ -1,4 +1,4 @@
-"""The measured models, and the measurements (cells) of training steps and of layer stacks.
+"""The measured models, and the measurements (cells) of training steps.
 
 This module does not import JAX, because it is also imported by the process that only starts the
 measuring processes.
@@ -6,10 +6,8 @@ measuring processes.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Literal
-
-from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
+from collections.abc import Iterator
+from typing import Any, Literal
 
 # The memory of an H100 in bytes. The column batch_in_80gb of the results has the largest batch that
 # fits into this memory.
@@ -64,7 +62,6 @@ PLAIN = "jnp"
 VARIANTS = {
     PLAIN: "plain JAX and optax",
     "jaxnorm-norms": "jaxnorm's norms",
-    "jaxnorm-norms-loss": "jaxnorm's norms and loss",
     "jaxnorm-everything": "jaxnorm's residual norms and loss",
     "jaxnorm-products": "all of jaxnorm (norms, loss, linear layers)",
     "jaxnorm-whole-logits": "all of jaxnorm, with whole logits",
@@ -76,9 +73,8 @@ class TrainingCell:
     """A training step.
 
     Attributes:
-      batch: number of sequences in a step, over all devices.
-      mesh: "" for one device; "fsdp=2" for parameters and batches that are sharded over two
-        devices.
+      batch: number of sequences in a step.
+      mesh: "", because steps run on one device.
     """
 
     model: str
@@ -93,87 +89,14 @@ class TrainingCell:
     def size(self) -> Size:
         return MODELS[self.model]
 
-    @property
-    def devices(self) -> int:
-        return int(self.mesh.removeprefix("fsdp=") or 1)
+
+def cells(shapes: Any = None) -> Iterator[TrainingCell]:
+    """Yield the training steps of all models. They have no other shapes than their own."""
+    for model, layers, remat in itertools.product(MODELS, LAYERS, REMATS):
+        for variant in VARIANTS if shapes is None else ():
+            yield cell(model, remat, layers, variant)
 
 
-def cells(
-    providers: Sequence[str],
-    names: Sequence[str],
-    variants: Sequence[str],
-    remats: Sequence[Remat],
-    layers: Sequence[Layers],
-    devices: Sequence[int] = (1,),
-    *,
-    quick: bool,
-) -> Iterator[TrainingCell]:
-    """Yield the training steps of the models in `names`.
-
-    If `quick` is True, use only the first model, the first element of `layers` (how the layers are
-    stacked, such as by scan), and the first element of `remats` (rematerialisation policies).
-    """
-    few = slice(1 if quick else None)
-    asked = [name for name in MODELS if name in names]
-    each = itertools.product(asked[few], layers[few], remats[few], devices)
-    for model, its_layers, remat, count in each:
-        for variant in variants:
-            if variant.split("-")[0] in providers:
-                yield cell(model, remat, its_layers, variant, count)
-
-
-def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
-    """Return a training step in bfloat16. `MODELS` has the number of sequences per device."""
-    batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
-    return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)
-
-
-STACK_LAYERS = 24
-STACK_BYTES = 4 * 2**20  # maximum number of bytes of x
-STACK_SHAPES: list[Shape] = [
-    (8, 512),
-    (8, 2048),
-    (64, 1024),
-    (256, 768),
-    (512, 1536),
-    (1024, 512),
-    (1024, 1024),
-    (1024, 2048),
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class StackCell:
-    """A stack of small pre-norm layers.
-
-    The direction ``"fwd"`` computes the output. ``"fwd+bwd"`` computes a loss and its gradients.
-    """
-
-    op: Operation
-    direction: Direction
-    rows: int
-    cols: int
-    dtype: str
-    provider: str
-
-
-def stacks(
-    providers: Sequence[str],
-    ops: Sequence[Operation],
-    directions: Sequence[Direction],
-    dtypes: Sequence[str],
-    shapes: Sequence[Shape],
-) -> Iterator[StackCell]:
-    """Yield the stacks that are measured.
-
-    All are measured with jaxnorm's default implementation. For such small arrays, the default may
-    be XLA's code. Forward passes are also measured with the Mosaic kernels.
-    """
-    for op in ops:
-        for direction in directions:
-            for dtype in dtypes:
-                for rows, cols in shapes:
-                    for name in ("jaxnorm", "mosaic") if direction == "fwd" else ("jaxnorm",):
-                        is_small = rows * cols * ITEMSIZE[dtype] <= STACK_BYTES
-                        if PARAMETERS[op] and name in providers and is_small:
-                            yield StackCell(op, direction, rows, cols, dtype, name)
+def cell(model: str, remat: Remat, layers: Layers, variant: str) -> TrainingCell:
+    """Return a training step in bfloat16. `MODELS` has the number of sequences."""
+    return TrainingCell(model, remat, layers, "bfloat16", MODELS[model].batch, variant)

@@ -16,15 +16,13 @@ import json
 import math
 import os
 import queue
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.providers import Side
 from benchmarks.results import ROOT, Machine
@@ -34,12 +32,6 @@ from benchmarks.worker import REASON_LENGTH, RESTART
 # The time limit, in seconds, for each answer of a process. The first answer to a batch comes only
 # when the batch is compiled.
 LIMIT_S = 900.0
-# A process that receives SIGABRT prints its stack and ends. After this number of seconds, it is
-# killed.
-ABORT_S = 10.0
-# Matches a line of faulthandler's output that names a file of the project. Files of a virtual
-# environment in the project's folder do not match.
-_FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +129,7 @@ class _Worker:
             text=True,
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.why = self.where = ""  # set when the process ends
+        self.why = ""  # set when the process ends
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -166,7 +158,7 @@ class _Worker:
         try:
             line = self.lines.get(timeout=max(0.0, limit_s - waited))
         except queue.Empty:
-            self.end(signal.SIGABRT)
+            self.end()
             self.why = f"no answer in {limit_s:.0f} s"
             return None
         if line:
@@ -175,25 +167,23 @@ class _Worker:
         self.end()
         return None
 
-    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """End the process. Store its last output, and the line of our code that it was running."""
+    def end(self) -> None:
+        """End the process. Store the last line that it printed."""
         assert self.process.stdin is not None
-        self.process.send_signal(how)
-        try:
-            self.process.wait(ABORT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         with self.log:
-            self.why, self.where = _last_words(self.log)
+            self.log.seek(0)
+            said = [line.strip() for line in self.log if line.strip()]
+        self.why = said[-1] if said else "it said nothing"
 
     @property
     def status(self) -> str:
         """The status of the cell that was running when the process ended."""
         code = self.process.returncode
-        return f"failed: its process ended with code {code}{self.where}: {self.why}"[:REASON_LENGTH]
+        return f"failed: its process ended with code {code}: {self.why}"[:REASON_LENGTH]
 
 
 def _round(
@@ -235,13 +225,3 @@ def _turn(
     elif answered == 0 or worker.process.returncode != RESTART:
         yield Outcome(left.pop(0), {}, worker.status)
     return left
-
-
-def _last_words(log: IO[str]) -> tuple[str, str]:
-    """Return the last line that a process printed, and the line of our code that it was running."""
-    log.seek(0)
-    lines = [line.strip() for line in log if line.strip()]
-    said = list(itertools.takewhile(lambda line: not line.startswith("Fatal Python error"), lines))
-    frames = (_FRAME.search(line) for line in lines[len(said) :])
-    where = next((f" in {f[3]}, {f[1]}:{f[2]}" for f in frames if f), "")
-    return said[-1] if said else "it said nothing", where

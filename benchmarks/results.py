@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.suites import Suite
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, str]
 OK = "ok"
 _KERNELS = ("jaxnorm", "kernels")
@@ -26,7 +27,7 @@ def path(folder: Path, name: str) -> Path:
 
 
 def read(file: Path, columns: Sequence[str]) -> list[Row]:
-    """Return all rows of a CSV file. Raise ValueError if its columns differ from `columns`.
+    """Return all rows of a CSV file. Raise ValueError if it lacks one of `columns`.
 
     If the file does not exist, there are no rows.
     """
@@ -34,7 +35,7 @@ def read(file: Path, columns: Sequence[str]) -> list[Row]:
         return []
     with file.open(newline="", encoding="utf-8") as lines:
         reader = csv.DictReader(lines)
-        if tuple(reader.fieldnames or ()) != tuple(columns):
+        if not {*columns} <= {*(reader.fieldnames or ())}:
             raise ValueError(
                 f"{file}: got columns {','.join(reader.fieldnames or ())}; expected "
                 f"{','.join(columns)}; write to another folder with --out, or delete the file"
@@ -51,11 +52,15 @@ def latest(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], Row
 
 
 def append(file: Path, columns: Sequence[str], row: Row) -> None:
-    """Append a row to a file immediately, so that it survives a crash of this process."""
-    fresh = not file.exists()
-    with file.open("a", newline="", encoding="utf-8") as lines:
-        writer = csv.DictWriter(lines, columns, lineterminator="\n")
-        if fresh:
+    """Append a row to a file immediately, so that it survives a crash of this process.
+
+    If the file has other columns, too, they are left empty.
+    """
+    with file.open("a+", newline="", encoding="utf-8") as lines:
+        lines.seek(0)
+        header = next(csv.reader(lines), None)
+        writer = csv.DictWriter(lines, header or columns, lineterminator="\n")
+        if header is None:
             writer.writeheader()
         writer.writerow(row)
 
@@ -129,15 +134,6 @@ def this_machine() -> Machine:
         return Machine("cpu")
     device, driver = answer.stdout.strip().split(", ")
     return Machine(device, driver)
-
-
-def gpus() -> int:
-    """Return the number of NVIDIA GPUs of this machine; 0 without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return 0 if answer.returncode else len(answer.stdout.split("\n")) - 1
 
 
 def commit() -> str:

@@ -1,43 +1,24 @@
-"""Measures jaxnorm and other libraries, and writes reports.
+"""Measures jaxnorm and other libraries, and writes the results to CSV files.
 
-    python -m benchmarks.run                      everything, on one GPU; then the report
-    python -m benchmarks.run --quick              a few shapes of everything
+    python -m benchmarks.run                      everything, on one GPU
     python -m benchmarks.run kernels --ops layer_norm --directions bwd --shapes 8192x4096
-    python -m benchmarks.run training --bars      only the steps that bars.py compares
 
-Suites:
+docs/benchmarks.md describes the suites. `python -m benchmarks.tables` prints tables of the results.
+These are columns of the results:
 
-* `kernels`: the forward and the backward pass of norms and softmaxes, timed separately
-* `api`: both passes of norms and softmaxes in one call
-* `blocks`: norms and softmaxes with a model's elementwise work before and after them
-* `loss`: cross-entropies, log-probabilities and divergences
-* `linear`: a matmul alone, and a matmul after a norm
-* `training`: steps of GPT-2 small and Llama 3.2 1B, also with QK norms: time, memory and losses
-* `capacity`: the largest batch with which a training step fits in 80 GB
-* `stacks`: programs of many small norms
-* `compile`: the seconds to trace, lower and compile operations and training steps
-* `cpu`: jaxnorm's plain JAX code on the machine's CPU, compared with optax, jax.nn and Flax
-
-Kernel times are measured with CUPTI. Successive calls use different sets of operands, so that no
-operand is in the GPU's cache. These are columns of the results:
-
+* `us`: the time of all kernels of a call, measured with CUPTI; without an NVIDIA GPU, wall-clock
+  time. Successive calls use different sets of operands, so that no operand is in the GPU's cache
 * `gbps`: GB/s, computed from the minimum memory traffic: each pass loads or stores each of its
   arrays once
 * `roof`: the time of a copy of as many bytes in the same process, divided by the measured time
-* `tflops`: TFLOP/s, computed from 2 * M * N * K operations per matmul; forward and backward pass
-  together have three matmuls
-* `kernels`: the number of kernels of a call
-* `extra_passes`: the number of copies, casts and transposes of whole arrays. The GPU driver may
-  perform a copy without a kernel; the measured time does not include such a copy
+* `kernels`: the number of kernels of a call. The GPU driver may copy an array without a kernel;
+  the measured time does not include such a copy
 * `temp_bytes`: the memory for intermediates, without operands and results: planned by XLA, or
   allocated by torch
+* `compile_s`: the compile time of a call; for torch, it includes the first run
 
 Several processes compile calls at the same time (--workers), but nothing compiles while a call is
-timed. `compile_s` is the compile time of a call; for torch, it includes the first run. Calls of
-`linear` are compiled one after the other, because compilers time matmuls on the GPU.
-
-On a machine without an NVIDIA GPU, times are wall-clock times of the CPU. Rows that are already in
-the CSV files are not measured again.
+timed. Rows that are already in the CSV files are not measured again.
 """
 
 import argparse
@@ -49,10 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from benchmarks import processes, report, report_tables, results, workloads
+from benchmarks import processes, results, workloads
 from benchmarks.models import LAYERS, REMATS, VARIANTS
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS
@@ -84,9 +62,6 @@ class Run:
             "status": outcome.status,
         }
 
-    def rows(self, suite: str) -> list[Row]:
-        return Table(self.folder, SUITES[suite]).rows()
-
     def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
         """Return the cells that remain to be measured with the installed software."""
         done = set() if again else Table(self.folder, suite).keys()
@@ -94,9 +69,7 @@ class Run:
         return [cell for cell in installed if self.key(cell) not in done]
 
 
-def installed(
-    folder: Path, on: Machine, commit: str, names: Iterable[str], console: Console
-) -> dict[str, str]:
+def installed(folder: Path, on: Machine, commit: str, names: Iterable[str]) -> dict[str, str]:
     """Return a dict from each installed provider to its software: names and versions of packages.
 
     For every provider, providers.csv gets a row with the software, or with the package that is
@@ -109,7 +82,7 @@ def installed(
             found[name] = PROVIDERS[name].software
         except ModuleNotFoundError as error:
             status = f"missing: {error}"
-            console.print(f"{name}: {status}")
+            print(f"{name}: {status}")
         row = {
             "device": on.device,
             "driver": on.driver,
@@ -125,30 +98,20 @@ def installed(
     return found
 
 
-def measure(
-    run: Run,
-    todo: Mapping[str, Sequence[Cell]],
-    progress: Progress,
-    *,
-    workers: int,
-    limit_s: float,
-) -> None:
+def measure(run: Run, todo: Mapping[str, Sequence[Cell]], *, workers: int, limit_s: float) -> None:
     """Measure the cells of each suite, and append a row for each cell to the suite's CSV file."""
-    task = progress.add_task("", total=sum(map(len, todo.values())))
+    count, total = 0, sum(map(len, todo.values()))
     for name, cells in todo.items():
-        suite = SUITES[name]
-        progress.update(task, description=suite.name)
-        for outcome in _on_each_side(suite, cells, workers=workers, limit_s=limit_s):
-            row = run.row(suite, outcome)
-            Table(run.folder, suite).append(row)
-            progress.console.print(line(suite, row))
-            progress.advance(task)
+        for outcome in _on_each_side(SUITES[name], cells, workers=workers, limit_s=limit_s):
+            row = run.row(SUITES[name], outcome)
+            Table(run.folder, SUITES[name]).append(row)
+            count += 1
+            print(f"{count}/{total} {line(SUITES[name], row)}", flush=True)
 
 
 def _on_each_side(
     suite: Suite, cells: Sequence[Cell], *, workers: int, limit_s: float
 ) -> Iterator[Outcome]:
-    workers = 1 if suite.alone else workers
     for side in suite.sides:
         of_side = [cell for cell in cells if provider_of(cell).side == side]
         yield from processes.outcomes(side, suite, of_side, workers=workers, limit_s=limit_s)
@@ -161,18 +124,24 @@ def line(suite: Suite, row: Row) -> str:
     return f"{suite.name}: {asked}: {', '.join(got) if row['status'] == OK else row['status']}"
 
 
-def bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<9}"),
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TextColumn("time left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
 # The command line.
+
+_CHOICES: dict[str, tuple[Sequence[str], str]] = {
+    "providers": ([*PROVIDERS], "the libraries that are measured"),
+    "ops": (OPS, "the operations, blocks, losses and models that are measured"),
+    "directions": (
+        workloads.DIRECTIONS,
+        "the passes: fwd and bwd in kernels, fwd+bwd in api, fwd and fwd+bwd in blocks and loss",
+    ),
+    "dtypes": (
+        Selection.dtypes,
+        "the dtypes of operands; mixed is float32 x and bfloat16 output for norms, and float32 "
+        "residual and bfloat16 x for blocks; float16 is in compile alone",
+    ),
+    "variants": ([*VARIANTS], "variants of the models, which differ in their functions"),
+    "remats": (REMATS, "which residuals a layer of a model rematerialises"),
+    "layers": (LAYERS, "how the layers of a model are stacked"),
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -182,38 +151,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "suites",
-        nargs="*",
-        metavar="SUITE",
-        type=suite_name,
-        default=list(SUITES),
-        help=f"a suite: one of {', '.join(SUITES)} (default: all)",
-    )
-    names: dict[str, tuple[list[str], str]] = {
-        "providers": (list(PROVIDERS), "the providers whose functions are measured"),
-        "ops": (
-            list(OPS),
-            "the operations, blocks, losses, products and models that are measured",
-        ),
-        "directions": (
-            list(workloads.DIRECTIONS),
-            "the passes that are measured: fwd and bwd in kernels, fwd+bwd in api, fwd and fwd+bwd "
-            "in blocks, loss and linear",
-        ),
-        "dtypes": (
-            ["bfloat16", "float32", "mixed"],
-            "the dtypes of operands; mixed is float32 x and bfloat16 output for norms, and float32 "
-            "residual and bfloat16 x for blocks",
-        ),
-        "variants": (
-            list(VARIANTS),
-            "variants of the models in training and capacity, which differ in their functions",
-        ),
-        "remats": (list(REMATS), "which residuals a layer rematerialises in training and capacity"),
-        "layers": (list(LAYERS), "how the layers are stacked in training and capacity"),
-    }
-    for name, (choices, meaning) in names.items():
+    suites = f"a suite: one of {', '.join(SUITES)} (default: all)"
+    parser.add_argument("suites", nargs="*", metavar="SUITE", type=suite_name, help=suites)
+    for name, (choices, meaning) in _CHOICES.items():
         parser.add_argument(
             f"--{name}",
             nargs="+",
@@ -228,25 +168,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=shape,
         metavar="ROWSxCOLS",
         help="use these shapes instead of the suites' own; BATCHxLENGTHxCOLS for blocks in which "
-        "each sample has parameters, ROWSxFEATURESxCLASSES for losses with a weight, MxKxN for "
-        "linear",
-    )
-    parser.add_argument(
-        "--devices",
-        nargs="+",
-        type=count,
-        metavar="N",
-        help="numbers of devices over which training shards parameters and batches (FSDP); each "
-        "device gets the same number of sequences (default: 1, and all GPUs of the machine)",
-    )
-    parser.add_argument(
-        "--bars",
-        action="store_true",
-        help="in training and capacity, measure only those of the selected steps that "
-        "benchmarks/bars.py compares",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="measure few shapes, and one training step per variant"
+        "each sample has parameters, ROWSxFEATURESxCLASSES for losses with a weight",
     )
     parser.add_argument(
         "--again",
@@ -266,7 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         default=processes.LIMIT_S,
         help="time limit for a process to compile its batch or to measure a cell; if it takes "
-        "longer, it is ended, and the row says where it was (default: %(default).0f)",
+        "longer, it is ended (default: %(default).0f)",
     )
     parser.add_argument(
         "--out",
@@ -283,21 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def selected(given: argparse.Namespace) -> Selection:
-    return Selection(
-        providers=tuple(given.providers),
-        ops=tuple(given.ops),
-        directions=tuple(given.directions),
-        dtypes=tuple(
-            ("float32", "bfloat16") if name == "mixed" else (name, name) for name in given.dtypes
-        ),
-        shapes=None if given.shapes is None else tuple(given.shapes),
-        quick=given.quick,
-        variants=tuple(given.variants),
-        remats=tuple(given.remats),
-        layers=tuple(given.layers),
-        devices=tuple(given.devices or dict.fromkeys((1, results.gpus() or 1))),
-        bars=given.bars,
-    )
+    return Selection(**{name: getattr(given, name) for name in (*_CHOICES, "shapes")})
 
 
 def suite_name(text: str) -> str:
@@ -344,30 +252,23 @@ def folder(text: str) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
     selection = selected(given)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     on = results.this_machine()
-    folder = given.out or report.RESULTS / on.folder
+    folder = given.out or results.RESULTS / on.folder
     folder.mkdir(parents=True, exist_ok=True)
     commit = given.commit or results.commit()
-    suites = [SUITES[name] for name in given.suites]
+    suites = [SUITES[name] for name in given.suites or SUITES]
     try:
-        software = installed(folder, on, commit, selection.providers, console)
+        software = installed(folder, on, commit, selection.providers)
         run = Run(folder, on, commit, software)
         todo = {s.name: run.todo(s, s.cells(selection), again=given.again) for s in suites}
     except ValueError as error:  # a CSV file has other columns than the suite
-        console.print(str(error))
+        print(error)
         return 2
-    console.print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
-    # If the run is interrupted, report the results so far. The next run continues from there.
-    with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
+    print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
+    with contextlib.suppress(KeyboardInterrupt):  # the next run continues from there
         workers = given.workers or processes.default_workers(on)
-        measure(run, todo, progress, workers=workers, limit_s=given.limit)
-    if "training" in given.suites and (bars := report_tables.bars(run.rows("training"))):
-        console.print(bars)
-    if "compile" in given.suites:
-        console.print(report_tables.compile_times(run.rows("compile")))
-    for file in report.write(folder):
-        console.print(str(file))
+        measure(run, todo, workers=workers, limit_s=given.limit)
+    print(f"results are in {folder}; python -m benchmarks.tables --results {folder} prints tables")
     return 0
 
 

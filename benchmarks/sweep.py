@@ -1,17 +1,16 @@
 """Times alternative schedules of kernels. The schedule tables are based on such sweeps.
 
-    python -m benchmarks.sweep benchmarks/sweeps/backward.py --ops layer_norm --out sweep.csv
+    python -m benchmarks.sweep benchmarks/sweeps/backward.py --ops layer_norm
 
 The file defines ``workloads()``, which returns workloads, and ``schedules(workload)``, which
 returns schedules. Each schedule is compiled, its results are compared with XLA's on the same
-operands, and it is timed as in `benchmarks.run`. The column `worst` is the largest difference from
-XLA's result, relative to the result's largest element. If `worst` is much larger for one schedule
-than for the others, this schedule computes wrong results.
+operands, and it is timed as in `benchmarks.run`. For each workload, the fastest schedules are
+printed: the time of a copy of as many bytes divided by the schedule's time, the time, and the
+largest difference from XLA's result, relative to the result's largest element. If this difference
+is much larger for one schedule than for the others, this schedule computes wrong results.
 """
 
 import argparse
-import csv
-import dataclasses
 import functools
 import importlib
 import multiprocessing
@@ -19,7 +18,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -29,36 +28,15 @@ import jax.export
 import jax.numpy as jnp
 
 from benchmarks import calls, timing
-from benchmarks.contract import KernelWorkload, LinearKernelWorkload
+from benchmarks.contract import KernelWorkload
 from benchmarks.results import ROOT
-from jaxnorm_kernels import mosaic, xla
-
-KernelCall = KernelWorkload | LinearKernelWorkload
+from jaxnorm_kernels import xla
 
 PROCESSES = os.cpu_count() or 1
 # The custom calls of Mosaic kernels, which jax.export refuses by default.
 _MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")
-_PASSES = ("forward", "backward", "rms_norm_linear_fwd")
 # For each workload, this many of the fastest schedules are printed.
 SHOWN = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The results of one schedule. If it failed, numbers are NaN and `status` is the reason."""
-
-    op: str
-    direction: str
-    shape: str
-    x_dtype: str
-    y_dtype: str
-    schedule: str
-    us: float
-    main_us: float
-    roof: float
-    vs_xla: float
-    worst: float
-    status: str
 
 
 def with_schedule(schedule: Any) -> types.SimpleNamespace:
@@ -69,13 +47,13 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
     """
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
-    passes = [n for n in _PASSES if hasattr(implementation, n)]
+    passes = {name: getattr(implementation, name) for name in ("forward", "backward")}
     return types.SimpleNamespace(
-        **{n: functools.partial(getattr(implementation, n), schedule=schedule) for n in passes}
+        **{name: functools.partial(f, schedule=schedule) for name, f in passes.items()}
     )
 
 
-def lowered(workload: KernelCall, schedule: Any) -> bytearray:
+def lowered(workload: KernelWorkload, schedule: Any) -> bytearray:
     """Lower a call for CUDA, and return it serialised.
 
     This takes seconds of Python and needs no GPU, so it runs in separate processes.
@@ -87,11 +65,11 @@ def lowered(workload: KernelCall, schedule: Any) -> bytearray:
     return exported(*shapes(workload)).serialize()
 
 
-def compiled(function: Callable[..., Any], workload: KernelCall) -> Any:
+def compiled(function: Callable[..., Any], workload: KernelWorkload) -> Any:
     return jax.jit(function).lower(*shapes(workload)).compile()
 
 
-def shapes(workload: KernelCall) -> Any:
+def shapes(workload: KernelWorkload) -> Any:
     return jax.eval_shape(lambda: workload.operands(0))
 
 
@@ -101,49 +79,42 @@ def difference(ours: Any, theirs: Any) -> float:
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in wide)
 
 
-def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator[Row]:
-    """Measure XLA and then each schedule, on the same operands, and yield a row for each."""
+def measured(workload: KernelWorkload, programs: Mapping[str, Future[Any]]) -> str:
+    """Measure XLA and then each schedule, on the same operands, and return the lines to print."""
     roof = timing.copy_roof(workload.bytes).us
     operands = [workload.operands(i) for i in range(calls.buffers_for(workload.bytes))]
-    reference, xla_us = None, float("nan")
-    call, shape = (workload.op, workload.direction), text_of(workload)
+    reference = programs["xla"].result()
+    expected, xla_us = reference(*operands[0]), timing.measure(reference, operands).us
+    ran: list[tuple[float, str]] = []
+    failed: list[str] = []
     for name, future in programs.items():
-        identity = (*call, shape, workload.x_dtype, workload.y_dtype, name)
+        if name == "xla":
+            continue
         try:
             program = future.result()
-            out = program(*operands[0])
-            reference = out if reference is None else reference
-            worst = difference(out, reference)
-            timed = timing.measure(program, operands)
-        except Exception as error:  # any failure is recorded in the schedule's row
+            worst = difference(program(*operands[0]), expected)
+            us = timing.measure(program, operands).us
+        except Exception as error:  # a schedule that fails must not hide the others
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            nan = float("nan")
-            yield Row(
-                *identity, us=nan, main_us=nan, roof=nan, vs_xla=nan, worst=nan, status=reason
-            )
+            failed.append(f"  failed: {name}: {reason}")
             continue
-        xla_us = timed.us if name == "xla" else xla_us
-        yield Row(
-            *identity,
-            us=round(timed.us, 2),
-            main_us=round(timed.main_us, 2),
-            roof=round(roof / timed.us, 4),
-            vs_xla=round(xla_us / timed.us, 3),
-            worst=worst,
-            status="ok",
-        )
+        ran.append((us, f"  {roof / us:6.3f} {us:9.1f} us  worst {worst:.0e}  {name}"))
+    shape = "x".join(map(str, workload.shape))
+    title = (
+        f"{workload.op} {workload.direction} {shape} {workload.x_dtype}: xla {roof / xla_us:.3f}"
+    )
+    best = [line for _, line in sorted(ran)[:SHOWN]]
+    return "\n".join([f"{title}, {len(ran)} of {len(programs) - 1} ran", *best, *failed[:1]])
 
 
-def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row]]:
-    """Yield a list of rows for each workload. No call is compiled while another is timed."""
+def sweep(jobs: Sequence[tuple[KernelWorkload, Sequence[Any]]]) -> None:
+    """Measure and print each workload. No call is compiled while another is timed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, spawn) as others, ThreadPoolExecutor(PROCESSES) as pool:
 
-        def build(workload: KernelCall, schedule: Any) -> Any:
-            if type(schedule).__module__.startswith(mosaic.__name__):
-                call = others.submit(lowered, workload, schedule).result()
-                return compiled(jax.export.deserialize(call).call, workload)
-            return compiled(workload.function(with_schedule(schedule)), workload)
+        def build(workload: KernelWorkload, schedule: Any) -> Any:
+            call = others.submit(lowered, workload, schedule).result()
+            return compiled(jax.export.deserialize(call).call, workload)
 
         programs = [
             {"xla": pool.submit(compiled, w.function(xla), w)}
@@ -152,27 +123,7 @@ def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row
         ]
         wait([future for own in programs for future in own.values()])
         for (workload, _), own in zip(jobs, programs):
-            yield list(measured(workload, own))
-
-
-def text_of(call: Row | KernelCall) -> str:
-    """Return the shape of a call as text, such as "8192x4096"."""
-    shape = call.shape
-    return shape if isinstance(shape, str) else "x".join(map(str, shape))
-
-
-def name_of(call: Row | KernelCall) -> str:
-    return f"{call.op} {call.direction} {text_of(call)} {call.x_dtype}"
-
-
-def show(rows: Sequence[Row]) -> str:
-    first, *others = rows
-    ranked = sorted((r for r in others if r.status == "ok"), key=lambda r: r.us)
-    lines = [f"{name_of(first)}: xla {first.roof}, {len(ranked)} of {len(others)} ran"]
-    for r in ranked[:SHOWN]:
-        lines.append(f"  {r.roof:6.3f} {r.us:9.1f} us  worst {r.worst:.0e}  {r.schedule}")
-    lines += [f"  failed: {r.schedule}: {r.status}" for r in others if r.status != "ok"][:1]
-    return "\n".join(lines)
+            print(measured(workload, own), flush=True)
 
 
 def definitions(file: Path) -> dict[str, Any]:
@@ -192,12 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="Python file with workloads() and schedules()")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("sweep.csv"),
-        help="CSV file for the results (default: %(default)s)",
-    )
     parser.add_argument("--ops", nargs="+", metavar="NAME", help="only these operations")
     parser.add_argument("--cols", nargs="+", type=int, metavar="N", help="only these widths")
     given = parser.parse_args(argv)
@@ -205,19 +150,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("benchmarks.sweep times GPU kernels; there is no GPU", file=sys.stderr)
         return 2
     chosen = definitions(given.file)
-    jobs = [
-        (w, schedules)
-        for w in chosen["workloads"]()
-        if w.op in (given.ops or [w.op]) and w.cols in (given.cols or [w.cols])
-        if (schedules := chosen["schedules"](w))
-    ]
-    with given.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)])
-        writer.writeheader()
-        for rows in sweep(jobs):
-            print(show(rows), flush=True)
-            writer.writerows(map(dataclasses.asdict, rows))
-            file.flush()
+    sweep(
+        [
+            (w, schedules)
+            for w in chosen["workloads"]()
+            if w.op in (given.ops or [w.op]) and w.cols in (given.cols or [w.cols])
+            if (schedules := chosen["schedules"](w))
+        ]
+    )
     return 0
 
 

@@ -197,7 +197,7 @@ def copy_roof(size: int) -> Timing:
 
 
 def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures:
-    roof = None if cell.workload.flops else copy_roof(cell.workload.bytes)
+    roof = None if cell.workload.has_matmul else copy_roof(cell.workload.bytes)
     function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])

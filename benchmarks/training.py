@@ -1,6 +1,5 @@
 """Measures training steps of the models in language_models.py: time, memory and losses."""
 
-import contextlib
 import functools
 import statistics
 import time
@@ -9,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import language_models, models, timing
 from benchmarks.language_models import Model, State
@@ -20,8 +18,6 @@ Figures = dict[str, float | None]
 WARMUP = 3
 # The number of training steps whose kernels are timed.
 KERNEL_STEPS = 10
-# On a mesh, arrays of the state with at least this many elements are sharded.
-_SPLIT_FROM = 100_000
 # The maximum number of linear interpolations in the search for the largest batch. After this
 # number, bisection is used.
 _GUESSES = 8
@@ -61,7 +57,6 @@ class Step:
             "cudnn" if on_gpu else "xla",
         )
         self.tokens = batch * cell.size.seq
-        self.devices = cell.devices
         self.options = GPU_OPTIONS if on_gpu else None
         self._batch_shape = (batch, cell.size.seq + 1)
         self._types = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
@@ -78,8 +73,12 @@ class Step:
         return jitted.trace(*self._types)
 
     @functools.cached_property
+    def lowered(self) -> Any:
+        return self.trace().lower()
+
+    @functools.cached_property
     def run(self) -> Any:
-        return self.trace().lower().compile(self.options)
+        return self.lowered.compile(self.options)
 
     @functools.cached_property
     def initial(self) -> Callable[[], State]:
@@ -143,15 +142,11 @@ class Step:
 
 
 def speed(step: Step) -> Figures:
-    """Return the results of the suite `training`: median time, kernel time, memory and losses.
-
-    The time of kernels is per device.
-    """
+    """Return the results of the suite `training`: median time, kernel time, memory and losses."""
     state, times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
     on_gpu = jax.default_backend() == "gpu"
-    kernel_steps = KERNEL_STEPS * step.devices
-    us = sum(us for _, us in step.kernels(state)) / kernel_steps if on_gpu else None
+    us = sum(us for _, us in step.kernels(state)) / KERNEL_STEPS if on_gpu else None
     return {
         "ms": ms,
         "kernels_ms": None if us is None else us / 1e3,
@@ -162,46 +157,17 @@ def speed(step: Step) -> Figures:
     }
 
 
-def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
-    """Return a function that returns the shardings of a state and of a batch (FSDP).
-
-    A batch of sequences is sharded over the devices. An array of the state is sharded if it has
-    100,000 elements or more, and if `devices` divides the size of at least one axis. If it divides
-    several, the last of these axes is sharded. Other arrays are replicated.
-    """
-    if devices == 1:
-        return lambda state: (None, None)
-    with contextlib.suppress(RuntimeError):  # raised if JAX has already initialised its devices
-        jax.config.update("jax_num_cpu_devices", devices)
-    if len(jax.devices()) < devices:
-        raise ValueError(f"got {len(jax.devices())} devices; expected {devices} for this mesh")
-    mesh = jax.make_mesh(
-        (devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
-
-    def sharding(a: Any) -> NamedSharding:
-        axes = [i for i, size in enumerate(a.shape) if size % devices == 0]
-        if not axes or a.size < _SPLIT_FROM:
-            return NamedSharding(mesh, PartitionSpec())
-        return NamedSharding(mesh, PartitionSpec(*[None] * axes[-1], "fsdp"))
-
-    def shardings(state: State) -> tuple[Any, Any]:
-        return jax.tree.map(sharding, state), NamedSharding(mesh, PartitionSpec("fsdp"))
-
-    return shardings
-
-
 def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
     """Compile a cell of the suite "training" or "capacity", and return a function that measures it.
 
     The suite "capacity" only compiles steps, to find the largest batch that fits.
     """
-    step = Step(cell, cell.batch, over(cell.devices))
+    step = Step(cell, cell.batch)
     if suite == "training":
         _ = step.run, step.initial, step.batch
         return functools.partial(speed, step)
     fits = largest(
-        lambda batch: Step(cell, batch, over(cell.devices)).peak_bytes,
+        lambda batch: Step(cell, batch).peak_bytes,
         models.BUDGET_BYTES,
         {cell.batch: step.peak_bytes},
     )

@@ -2,8 +2,7 @@
 
 In shapes, B is the number of sequences, S their length, d the width, H the number of heads, D the
 size of a head, and f the number of hidden features of an MLP. V is the size of the vocabulary.
-Weights are float32, and are cast to x's dtype. `jax.named_scope` gives functions the names by which
-`profile` recognises their kernels.
+Weights are float32, and are cast to x's dtype.
 """
 
 import dataclasses
@@ -18,7 +17,6 @@ import jaxnorm
 Array = jax.Array
 
 
-@jax.named_scope("norm")
 def rms_norm(x: Array, scale: Array) -> Array:
     """Compute RMSNorm as Flax does."""
     wide = x.astype(jnp.float32)
@@ -26,7 +24,6 @@ def rms_norm(x: Array, scale: Array) -> Array:
     return (wide * (rstd * scale)).astype(x.dtype)
 
 
-@jax.named_scope("norm")
 def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
     """Compute LayerNorm as Flax does, in one pass: the variance is E[x^2] - E[x]^2."""
     wide = x.astype(jnp.float32)
@@ -47,7 +44,6 @@ def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
     return add_norm
 
 
-@jax.named_scope("attention")
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
     """Apply rotary position embedding to queries or keys (B, S, H, D). Tables are (S, 1, D / 2)."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -67,22 +63,18 @@ def linear(x: Array, weight: Array) -> Array:
     return x @ weight.astype(x.dtype)
 
 
-@jax.named_scope("mlp")
 def gated_linear(gate: Array, up: Array, weight: Array) -> Array:
     return linear(jax.nn.silu(gate) * up, weight)
 
 
-@jax.named_scope("mlp")
 def activation_linear(x: Array, weight: Array, bias: Array) -> Array:
     return linear(jax.nn.gelu(x), weight) + bias.astype(x.dtype)
 
 
-@jax.named_scope("mlp")
 def gated_linear_of_inputs(gate: Array, up: Array, weight: Array) -> Array:
     return jaxnorm.gated_linear(gate, up, weight, dtype=gate.dtype)
 
 
-@jax.named_scope("mlp")
 def activation_linear_of_inputs(x: Array, weight: Array, bias: Array) -> Array:
     return jaxnorm.activation_linear(x, weight, bias=bias, dtype=x.dtype)
 
@@ -92,18 +84,15 @@ def heads_linear(x: Array, weight: Array) -> Array:
     return linear(x.reshape(*x.shape[:2], -1), weight)
 
 
-@jax.named_scope("loss")
 def loss_of_logits(x: Array, embedding: Array, labels: Array) -> Array:
     logits = (x @ embedding.T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-@jax.named_scope("loss")
 def loss_without_logits(x: Array, embedding: Array, labels: Array) -> Array:
     return jaxnorm.linear_softmax_cross_entropy(x, embedding.T, labels)
 
 
-@jax.named_scope("loss")
 def loss_of_whole_logits(x: Array, embedding: Array, labels: Array) -> Array:
     return jaxnorm.softmax_cross_entropy_with_integer_labels(x @ embedding.T, labels).mean()
 
@@ -184,7 +173,6 @@ VARIANTS = {
         loss_of_logits,
     ),
     "jaxnorm-norms": _NORMS,
-    "jaxnorm-norms-loss": dataclasses.replace(_NORMS, loss=loss_without_logits),
     "jaxnorm-everything": _EVERYTHING,
     "jaxnorm-products": _PRODUCTS,
     "jaxnorm-whole-logits": dataclasses.replace(_PRODUCTS, loss=loss_of_whole_logits),

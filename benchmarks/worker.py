@@ -17,7 +17,6 @@ This is repeated for each batch, until the input ends.
 """
 
 import dataclasses
-import faulthandler
 import importlib
 import json
 import os
@@ -27,7 +26,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from benchmarks import program_folders
 from benchmarks.suites import SUITES, Cell
 
 RESTART = 75  # exit code: another process must run the remaining cells
@@ -44,42 +42,6 @@ class Failed:
 
     status: str
     restart: bool  # True if the process cannot use the GPU any more
-
-
-class Absent:
-    """A substitute for the module that runs the benchmarks of JAX, or for that of torch.
-
-    It is used if importing the module fails. All cells of that side (JAX or torch) then fail, with
-    the import error as the reason.
-    """
-
-    THREADS = 1
-
-    def __init__(self, error: ImportError) -> None:
-        self.error = error
-
-    def prepare(self, suite: str, cell: Cell) -> Any:
-        raise self.error
-
-    def release(self) -> None:
-        pass
-
-    def needs_restart(self, error: Exception) -> bool:
-        return False
-
-    def crowds_others(self) -> bool:
-        return False
-
-
-def import_side(name: str) -> Any:
-    try:
-        if name in program_folders.SIDES:
-            triton_programs = importlib.import_module("benchmarks.triton_programs")
-            triton_programs.replay(program_folders.of_side(name))
-            name = "jax"
-        return importlib.import_module(f"benchmarks.{name}_side")
-    except ImportError as error:
-        return Absent(error)
 
 
 def reason(error: BaseException) -> str:
@@ -144,7 +106,7 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
         request = json.loads(line)
         suite = SUITES[request["suite"]]
         cells = [suite.cell(**cell) for cell in request["cells"]]
-        measures = prepared(side, suite.name, cells, 1 if suite.alone or suite.in_turn else threads)
+        measures = prepared(side, suite.name, cells, 1 if suite.in_turn else threads)
         lost = any(isinstance(m, Failed) and m.restart for m in measures)
         if lost and len(cells) > 1:  # the parent will start again, with one cell per batch
             return RESTART
@@ -169,8 +131,12 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    faulthandler.enable(all_threads=False)  # prints where a process crashed, or was aborted
-    return work(import_side(sys.argv[1]), requests, out, threads=int(sys.argv[2]))
+    return work(
+        importlib.import_module(f"benchmarks.{sys.argv[1]}_side"),
+        requests,
+        out,
+        threads=int(sys.argv[2]),
+    )
 
 
 if __name__ == "__main__":

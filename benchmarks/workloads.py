@@ -6,10 +6,8 @@ torch, and by the process that starts them.
 
 import abc
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
@@ -39,7 +37,6 @@ GRID: dict[str, list[Shape]] = {
     "few rows": [(m, n) for m in (1, 128, 2048) for n in (4096, 8192)],
     "pair representations": [(m * m, n) for m in (384, 768) for n in (64, 128)],
 }
-QUICK: list[Shape] = [(32768, 1024), (16384, 8192)]
 
 # Pairs of x's and y's dtype. The mixed pair occurs in models with a float32 residual stream and
 # bfloat16 matmuls.
@@ -68,7 +65,7 @@ class Workload:
     x_dtype: str
     y_dtype: str
 
-    flops = 0  # these operations have no matmul
+    has_matmul = False
     constants: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -104,27 +101,12 @@ class Workload:
         return self.rows * self.cols * each[self.direction]
 
 
-def grid(
-    operations: Sequence[Operation] = OPERATIONS,
-    directions: Sequence[Direction] = ("fwd", "bwd"),
-    dtypes: Sequence[tuple[str, str]] | None = None,
-    shapes: Sequence[Shape] | None = None,
-) -> Iterator[Workload]:
-    """Yield all selected workloads of norms and softmaxes. Only norms have mixed dtypes."""
-    shapes = list(itertools.chain(*GRID.values())) if shapes is None else shapes
-    for op, direction, (x, y), (rows, cols) in itertools.product(
-        operations, directions, DTYPES if dtypes is None else dtypes, shapes
-    ):
-        if x == y or PARAMETERS[op]:
-            yield Workload(op, direction, rows, cols, x, y)
-
-
 @dataclasses.dataclass(frozen=True)
 class ShapedWorkload(abc.ABC):
     """A workload that runs one operation. The shapes of all its arrays follow from `shape`.
 
     Attributes:
-      op: the operation's name in the table of blocks, losses or matmuls.
+      op: the operation's name in the table of blocks or losses.
       direction: ``"fwd"`` is the forward pass; ``"fwd+bwd"`` is a call that returns the results and
         all gradients.
       shape: the sizes as text, such as "8192x4096".
@@ -158,12 +140,9 @@ class ShapedWorkload(abc.ABC):
         return False
 
     @property
-    def flops(self) -> int:
-        """The number of floating-point operations of all matmuls, if matmuls limit the speed.
-
-        If memory traffic limits the speed of the workload, this number is not needed, and is 0.
-        """
-        return 0
+    def has_matmul(self) -> bool:
+        """True if matmuls limit the speed, False if memory traffic does."""
+        return False
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -210,30 +189,3 @@ class FewParameters(ShapedWorkload):
         if self.direction == "fwd+bwd":
             arrays += [*arrays, *(operands[i] for i in self.gradients)]
         return sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)
-
-
-def shaped(
-    kind: Callable[..., Any],
-    table: Mapping[str, Any],
-    ops: Sequence[str],
-    directions: Sequence[Direction],
-    dtypes: Sequence[str],
-    shapes: Sequence[Shape] | None = None,
-    *,
-    quick: bool = False,
-) -> Iterator[Any]:
-    """Yield all selected workloads of blocks, losses or matmuls.
-
-    `kind` is the class of the workloads. `table` has the shapes, quick shapes, directions and
-    dtypes of each operation. If `shapes` is None, an operation uses its shapes in the table.
-    Otherwise, it uses the entries of `shapes` that have the same number of axes as its shapes in
-    the table.
-    """
-    for op in (name for name in ops if name in table):
-        asked = table[op]
-        its = asked.quick if quick else asked.shapes
-        if shapes is not None:
-            its = [shape for shape in shapes if len(shape) == len(asked.shapes[0])]
-        for direction, dtype, shape in itertools.product(directions, dtypes, its):
-            if direction in asked.directions and dtype in asked.dtypes:
-                yield kind(op, direction, "x".join(map(str, shape)), dtype)

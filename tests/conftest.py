@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.util
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ import jax
 import needs
 import pytest
 import refused
+import sample
+import triton_programs
 
-from benchmarks import triton_programs
 from jaxnorm.calls import backends
 from jaxnorm.primitives.rules import in_one_chunk
 
@@ -33,6 +33,10 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # Tests on meshes need several devices.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+#: The ids of all cases that can run on this machine, whether they are in the chosen sample or not.
+CASES = pytest.StashKey[list[str]]()
 
 
 def load_alone(implementation: str, name: str) -> Any:
@@ -145,24 +149,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # This hook runs last, so it sees only the cases that -k and -m have selected.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases that cannot run on this machine.
-
-    With ``--every N``, also deselect most of the other cases, so that about one in N remains.
-    """
+    """Deselect cases that cannot run on this machine, and cases outside of the chosen sample."""
     needs.leave_out(config, items)
-    every = config.getoption("--every")
+    cases = config.stash[CASES] = [item.nodeid for item in items]
+    every, rest = config.getoption("--every"), config.getoption("--rest")
     if every > 1:
-        seen: set[str] = set()
-        chosen, others = [], []
-        for item in items:
-            test = item.nodeid.partition("[")[0]
-            # A hash chooses the cases. If every N-th case were chosen, one parameter could have the
-            # same value in all of them.
-            at = zlib.crc32(item.nodeid.encode()) % every
-            is_chosen = test not in seen or at == config.getoption("--offset") % every
-            (chosen if is_chosen else others).append(item)
-            seen.add(test)
-        config.hook.pytest_deselected(items=others)
+        found = sample.chosen(cases, every, config.getoption("--offset"))
+        chosen = [item for item in items if (item.nodeid in found) != rest]
+        config.hook.pytest_deselected(items=[i for i in items if (i.nodeid in found) == rest])
         items[:] = chosen
     if _is_worker(config):
         config.workeroutput["left_out"] = dict(needs.left_out(config))
@@ -216,6 +210,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="of each test, one case of N or so"
     )
+    parser.addoption("--rest", action="store_true", help="with --every: the cases it leaves out")
     parser.addoption(
         "--offset", type=int, default=0, metavar="K", help="with --every: another choice for each K"
     )

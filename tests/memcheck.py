@@ -11,7 +11,7 @@
     compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
     compute-sanitizer python tests/memcheck.py triton layer_norm float32 FOLDER
 
-The last command runs Triton kernels that `benchmarks/triton_programs.py` compiled on another
+The last command runs Triton kernels that `tests/triton_programs.py` compiled on another
 machine and wrote to FOLDER.
 """
 
@@ -27,9 +27,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton_programs
 
 import jaxnorm
-from benchmarks import triton_programs
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 # Numbers of rows and columns: narrow rows, odd and prime widths, widths that fill all registers of

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import jax
 import pytest
+import triton_programs
 
-from benchmarks import triton_programs
 from jaxnorm.calls import backends
 
 # True if Triton interprets its kernels on the CPU. In this mode it cannot compile them.

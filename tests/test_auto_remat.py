@@ -151,8 +151,30 @@ def test_effects_happen_as_often():
 
     expected = ["debug", "io", *["scan"] * LAYERS]
     for run in (lambda f: f, jax.jit):
-        assert calls_of(run(auto_remat(f))) == expected
-        assert calls_of(run(jax.grad(auto_remat(f)))) == expected
+        for ours in (auto_remat(f), auto_remat(f, budget=0.8)):
+            assert calls_of(run(ours)) == expected
+            assert calls_of(run(jax.grad(ours))) == expected
+
+
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_effects_of_a_backward_pass_happen_as_often(f):
+    calls = []
+
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    def backward(x, dx):
+        jax.debug.callback(lambda _: calls.append("backward"), dx)
+        return (dx * jnp.cos(x),)
+
+    watched.defvjp(lambda x: (x, x), backward)
+    ours = auto_remat(functools.partial(f, layer=lambda x, w: watched(layer(x, w))))
+    for run in (jax.grad(ours), jax.jit(jax.grad(ours))):
+        calls.clear()
+        jax.block_until_ready(run(W, X))
+        jax.effects_barrier()
+        assert calls == ["backward"] * LAYERS
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -221,6 +243,27 @@ def test_arguments_and_results_of_all_kinds():
                 np.testing.assert_array_equal(a, b)
 
 
+def test_results_that_are_constants():
+    """A branch that returns a Python number has a literal among its results."""
+
+    def f(is_first, w, x):
+        return jax.lax.cond(
+            is_first, lambda: (jnp.sum(layer(x, w[0])), 1), lambda: (jnp.sum(jnp.sin(x)), 2)
+        )
+
+    for is_first, number in ((True, 1), (False, 2)):
+        ours, plain = (jax.grad(g, 1, has_aux=True) for g in (auto_remat(f), f))
+        assert ours(is_first, W, X)[1] == number
+        assert_same(lambda: ours(is_first, W, X)[0], lambda: plain(is_first, W, X)[0])  # noqa: B023
+
+
+def test_exported_programs():
+    """The number of rows of an exported program may be symbolic."""
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("rows"), COLS), X.dtype)
+    exported = jax.export.export(jax.jit(jax.grad(auto_remat(scanned), (0, 1))))(W, rows)
+    assert_same(lambda: exported.call(W, X), lambda: jax.grad(scanned, (0, 1))(W, X))
+
+
 def test_static_arguments():
     f = auto_remat(
         lambda n, x, kind: jnp.sum(x**n if kind == "power" else x), static_argnums=(0, -1)
@@ -245,6 +288,16 @@ def test_closed_over_tracers():
         lambda: jax.grad(plain, (0, 1))(W, X),
         as_accurate=True,
     )
+
+
+def test_outer_products_run_again():
+    """`jnp.einsum` computes an outer product by a matmul, which XLA fuses as a product."""
+
+    def f(w, x):
+        return jnp.sum(jnp.sin(jnp.einsum("ab,ac->abc", x @ w, x)))
+
+    assert jaxnorm.remat_plan(f, W[0], X).total == X.nbytes
+    assert_same_gradients(f, W[0], X)
 
 
 # ----------------------------------------------------------------------------------- plans
@@ -519,3 +572,45 @@ def test_unrolled_layers_need_less_memory(name, monkeypatch):
     assert temp(auto_remat(loss)) <= temp(loss) - (plan.default - plan.total)
     least = auto_remat(loss, budget=plan.frontier[-1].bytes)
     assert temp(least) < temp(auto_remat(loss))
+
+
+def test_a_budget_recomputes_one_layer_after_the_other(monkeypatch):
+    """Equal layers tie. The frontier has a point for each of them, and no operation runs thrice.
+
+    Fewer saved bytes do not need more memory, but for the arrays of the layer that runs again.
+    """
+    monkeypatch.setitem(globals(), "LAYERS", 4)
+    w = jnp.concatenate([W, W[:1]])
+    plan = jaxnorm.remat_plan(unrolled, w, X)
+    dots, temps = [], []
+    for point in plan.frontier:
+        gradient = jax.grad(auto_remat(unrolled, budget=point.bytes))
+        dots.append(counts(gradient, w, X)["dot_general"])
+    for point in plan.frontier[::4]:
+        compiled = jax.jit(jax.grad(auto_remat(unrolled, budget=point.bytes))).lower(w, X).compile()
+        temps.append(compiled.memory_analysis().temp_size_in_bytes)
+    plain = counts(jax.grad(unrolled), w, X)["dot_general"]
+    again = [n - plain for n in dots]
+    assert again == sorted(again)
+    assert {*again} == {*range(max(again) + 1)}
+    assert LAYERS // 2 < max(again) <= LAYERS
+    assert all(below <= above + X.nbytes for above, below in itertools.pairwise(temps))
+
+
+def test_the_logits_of_a_linear_loss_are_computed_again_last():
+    head = jax.random.normal(_KEYS[0], (COLS, 4 * COLS))
+    labels = jnp.arange(ROWS)
+
+    def loss(w, x, head):
+        y = jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+        return jaxnorm.linear_softmax_cross_entropy(y, head, labels)
+
+    plan = jaxnorm.remat_plan(loss, W, X, head)
+    runs = []
+    for point in plan.frontier:
+        gradient = jax.grad(auto_remat(loss, budget=point.bytes))
+        found = counts(gradient, W, X, head)
+        runs.append((found["jaxnorm.linear_softmax_cross_entropy"], found["dot_general"]))
+    assert runs[0][0] == 1
+    most = max(dots for _, dots in runs)
+    assert all(dots == most for losses, dots in runs if losses > 1)

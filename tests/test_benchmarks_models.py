@@ -6,16 +6,15 @@ All variants of a model compute the same function.
 import dataclasses
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import language_models, models, profile, training
-from benchmarks.language_models import Model, train_step
-from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, Size, TrainingCell
+from benchmarks import models, training
+from benchmarks.language_models import Model
+from benchmarks.models import LOSS_STEPS, MODELS, REMATS, Size, TrainingCell
 from benchmarks.variants import VARIANTS
 
 LLAMA = Size("llama", 2, 32, 4, 2, 64, 97, seq=24, batch=4)
@@ -93,35 +92,6 @@ def test_variants_are_one_function(kind, variant, remat, layers, dtype):
         assert error <= allowed * np.linalg.norm(theirs), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "remat", "kernels"),
-    [
-        ("llama-1b", "jnp", "none", ""),
-        ("gpt2-small", "jaxnorm-norms", "none", "layer_norm_fwd norm_bwd"),
-        *(
-            (name, "jaxnorm-everything", remat, f"{norm}_fwd add_{norm}_fwd norm_bwd")
-            for name, norm, remat in [
-                ("llama-1b", "rms_norm", "none"),
-                ("gpt2-small", "layer_norm", "dots"),
-            ]
-        ),
-    ],
-)
-def test_kernels_in_programs_for_a_gpu(name, variant, remat, kernels):
-    """Models of the benchmarked sizes run the expected kernels of norms on a GPU.
-
-    Kernels of losses are not checked, because jaxnorm's default for a loss need not be a kernel.
-    """
-    size = MODELS[name]
-    model = Model(size, VARIANTS[variant], remat)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((size.batch, size.seq + 1), "int32")
-    traced = jax.jit(jax.value_and_grad(model.loss)).trace(params, tokens)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
-    found = re.findall(r"jaxnorm_(\w+)/mpmd_map", text)
-    assert {kernel for kernel in found if "cross_entropy" not in kernel} == set(kernels.split())
-
-
 @pytest.fixture
 def cell(monkeypatch):
     monkeypatch.setitem(MODELS, "tiny", TINY["llama"])
@@ -143,49 +113,11 @@ def test_a_training_step(cell):
     tokens = np.asarray(small.batch(0))
     assert tokens.min() == 0
     assert 60 < tokens.max() < 97
-    # Token 0 is about as frequent as tokens 1 and 2 together.
-    assert np.mean(np.concatenate([small.batch(i) for i in range(20)]) == 0) == pytest.approx(
-        math.log(2) / math.log(98), rel=0.1
-    )
-
-
-@pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for CPU devices")
-def test_a_training_step_on_a_mesh(cell, monkeypatch):
-    """Losses on a mesh equal the losses on one device.
-
-    The parameters, the optimiser's moments and the batches are sharded.
-    """
-    monkeypatch.setattr(training, "_SPLIT_FROM", 1000)
-    monkeypatch.setattr(training, "LOSS_STEPS", LOSS_STEPS[:2])
-    alone, over_two = (
-        training.prepare("training", dataclasses.replace(cell, mesh=mesh))
-        for mesh in ("", "fsdp=2")
-    )
-    (step,) = over_two.args
-    state = step.initial()
-    split = {a.shape for a in jax.tree.leaves(state) if not a.sharding.is_fully_replicated}
-    assert split == {a.shape for a in jax.tree.leaves(state) if a.size >= 1000}
-    assert step.batch(0).sharding.shard_shape((4, 25)) == (2, 25)
-    ours, expected = over_two(), alone()
-    assert ours["tokens_per_s"] == pytest.approx(4 * 24 / ours["ms"] * 1e3)
-    for n in LOSS_STEPS[:2]:
-        # On the mesh, the losses of the rows are added in another order. So the results differ by
-        # rounding errors. A rounding error is proportional to the loss, which is about log(97) for
-        # 97 classes.
-        loss = expected[f"loss_{n}"]
-        assert ours[f"loss_{n}"] == pytest.approx(loss, abs=1e-4)
-
-
-def test_more_devices_than_there_are(cell):
-    cell = dataclasses.replace(cell, mesh=f"fsdp={jax.device_count() + 1}")
-    with pytest.raises(ValueError, match=r"got \d+ devices; expected \d+ for this mesh"):
-        training.prepare("training", cell)
 
 
 def test_what_fits(cell, monkeypatch):
     class Line:
-        def __init__(self, cell, batch, shardings):
+        def __init__(self, cell, batch):
             self.peak_bytes = 100 + 7 * batch
 
     monkeypatch.setattr(training, "Step", Line)
@@ -193,59 +125,10 @@ def test_what_fits(cell, monkeypatch):
     assert training.prepare("capacity", cell)() == {"batch_in_80gb": 14}
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_the_step_trains_in_place(layers):
-    """A training step returns a state with the shapes and dtypes of its argument.
-
-    So the argument can be donated.
-    """
-    model = Model(TINY["gpt2"], VARIANTS["jnp"], layers=layers)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    state = params, jax.eval_shape(language_models.OPTIMIZER.init, params)
-    tokens = jax.ShapeDtypeStruct((4, 25), "int32")
-    after, loss = jax.eval_shape(functools.partial(train_step, model), state, tokens)
-    assert after == state
-    assert loss.dtype == "float32"
-
-
+@pytest.mark.parametrize("limit", [0, 99, 100, 101, 1234, 54_321])
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix products"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
-        ("jaxnorm_add_rms_norm_fwd", "norms"),
-        ("jaxnorm_cross_entropy_bwd", "loss"),
-        ("input_reduce_fusion_5", "norms"),
-        ("loop_add_fusion", "optimiser"),
-        ("input_reduce_fusion", "loss"),
-        ("loop_dynamic_update_slice_fusion_3", "copies and slices"),
-        ("loop_convert_fusion", "mlp"),
-        ("loop_multiply_fusion", "other fusions"),
-    ],
+    "used", [lambda n: 90 + 7 * n, lambda n: 50 + n * n, lambda n: 100 * (1 + n // 16), lambda n: n]
 )
-def test_classes_of_kernels(name, kind):
-    scopes = {
-        "input_reduce_fusion_5": "jit(step)/transpose(jvp())/while/body/jaxnorm.rms_norm_backward",
-        "loop_add_fusion": "jit(train_step)/optimizer/add",
-        "input_reduce_fusion": "jit(train_step)/transpose(jvp(loss))/reduce_sum",
-        "loop_convert_fusion": "jit(train_step)/jvp(mlp)/while/body/checkpoint/mlp/mul",
-        "loop_multiply_fusion": "jit(train_step)/jvp()/while/body/mul",
-    }
-    assert profile.kernel_class(name, scopes) == kind
-    ms = profile.by_class([(name, 3000.0), ("fusion", 1000.0)], scopes, steps=2)
-    assert sum(ms.values()) == 2.0
-    assert ms[kind] == (2.0 if kind == profile.OTHER else 1.5)
-    assert kind in profile.longest([(name, 3000.0)], scopes, steps=1)[0]
-
-
-@pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for CPU devices")
-def test_a_profile(cell, monkeypatch, capsys):
-    ran = [("jaxnorm_rms_norm_fwd", 3000.0)] * training.KERNEL_STEPS
-    monkeypatch.setattr(training.Step, "kernels", lambda step, state: ran)
-    monkeypatch.setattr(profile, "LOSS_STEPS", (training.WARMUP + 2,))  # enough steps for a median
-    figures = profile.column(cell, list_kernels=True)
-    assert figures["norms"] == figures["all"] == pytest.approx(3.0)
-    assert figures["tokens/s"] == pytest.approx(4 * 24 / figures["step"] * 1e3)
-    assert capsys.readouterr().out.split()[:2] == ["3.000", "1"]
+def test_the_largest_that_fits(used, limit):
+    found = training.largest(used, limit, {8: used(8)})
+    assert found == max((n for n in range(1, limit + 2) if used(n) <= limit), default=0)

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,6 @@ from meshes import Case, eight_devices, mesh_of
 from stand_in import StandIn, as_default
 
 import jaxnorm
-from benchmarks import hlo
 from benchmarks.providers import jnp_functions as plain
 from jaxnorm_kernels import xla
 

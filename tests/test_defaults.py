@@ -1,6 +1,7 @@
 """The default choice between kernels and XLA's code is right according to the committed timings."""
 
 import collections
+import csv
 import dataclasses
 import statistics
 
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from conftest import load_alone
 
-from benchmarks import jax_side, providers, report, triton_defaults
+from benchmarks import jax_side, providers, tables
 from benchmarks.contract import KernelWorkload
-from benchmarks.results import OK, Table
+from benchmarks.results import OK, RESULTS, Table
 from benchmarks.suites import SUITES
 from jaxnorm.tools.plan import calls_in
 from jaxnorm_kernels import mosaic, timings
@@ -34,7 +35,7 @@ def support(request, monkeypatch):
     return request.param, support
 
 
-H200, H100 = (folder.name for folder in report.SHOWN)
+H200, H100 = (folder.name for folder in tables.SHOWN)
 MEASURED = {"mosaic": (H200, H100), "triton": (H200,)}
 
 # Kernels are the default for these two calls, although they are 5 % and 2 % slower than XLA's code
@@ -64,9 +65,9 @@ def timed(name):
     code.
     """
     return {
-        (folder.name, KernelWorkload(*question)): (answers[name].us, answers["xla"].us)
-        for folder in report.SHOWN
-        for question, answers in report.Results(folder).kernels.items()
+        (folder.name, KernelWorkload(**vars(w))): (answers[name].us, answers["xla"].us)
+        for folder in tables.SHOWN
+        for w, answers in tables.figures("kernels", [folder]).items()
         if {name, "xla"} <= {*answers}
     }
 
@@ -121,7 +122,7 @@ def timed_cells():
     The cell's provider runs the kernel. `times` are the microseconds of the kernel and of XLA.
     Linear losses are left out: they compute the loss of a chunk, which other cells time.
     """
-    for folder in (*report.SHOWN, triton_defaults.FOLDER):
+    for folder in (*tables.SHOWN, RESULTS / "nvidia_h100_80gb_hbm3_triton"):
         for suite in ("kernels", "api", "blocks", "loss"):
             kind = SUITES[suite].cell
             us = collections.defaultdict(dict)
@@ -201,8 +202,8 @@ def test_no_default_contradicts_a_measurement(support):
 
 
 def test_no_call_as_in_training_is_slower_than_plain_jax():
-    for folder in report.SHOWN:
-        figures = report.Results(folder).api
+    for folder in tables.SHOWN:
+        figures = tables.figures("api", [folder])
         assert len(figures) > 100
         ratios = {w: each["jaxnorm"].us / each["jnp"].us for w, each in figures.items()}
         assert not {w: round(ratio, 3) for w, ratio in ratios.items() if ratio > NOISE}
@@ -239,13 +240,10 @@ def stacks():
     provider, divided by the time of plain JAX. A provider is one of the compared implementations. A
     workload is a tuple (op, direction, rows, cols, dtype).
     """
-    (rows,) = [
-        table.rows()
-        for folder in sorted(report.RESULTS.iterdir())
-        if (table := Table(folder, SUITES["stacks"])).file.exists()
-    ]
+    with (RESULTS / "nvidia_h100_80gb_hbm3/stacks.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
     assert all(row["status"] == OK for row in rows)
-    ratios = collections.defaultdict(dict)
+    ratios = collections.defaultdict(dict)  # of a cell that was measured twice, the last row counts
     for row in rows:
         cell = tuple(row[name] for name in ("op", "direction", "rows", "cols", "dtype"))
         ratios[row["provider"], row["direction"]][cell] = float(row["ms"]) / float(row["jnp_ms"])

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import reference
 import refused
+import triton_programs
 from loss_cases import CrossEntropy
 from norms import check, normal
 from reference import SAFETY, assert_within, exact, unit_roundoff
@@ -27,7 +28,6 @@ from test_kl_divergence import Divergence, check_special_rows, each_direction, s
 from test_kl_divergence import operands as divergence_operands
 
 import jaxnorm
-from benchmarks import triton_programs
 from jaxnorm import kl_divergence
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from functions import layer_of_a_teacher, scales_of
+from hlo import _computations
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import linear_mixture
@@ -31,7 +32,6 @@ from programs import kernels_in
 from stand_in import Kernels, as_default
 
 import jaxnorm
-from benchmarks.hlo import _computations
 from jaxnorm import rms_norm_linear
 
 pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]

@@ -2,6 +2,7 @@
 
 import functools
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ from test_kl_divergence import each_direction
 from test_loss import OPTIONS, value_and_gradient
 
 import jaxnorm
-from benchmarks import hlo
 from jaxnorm import kl_divergence
 from jaxnorm_kernels import xla
 

@@ -17,10 +17,6 @@ TOLERANCES = {"rtol", "atol", "rel", "abs", "tolerance"}
 #: Files whose tolerances do not bound rounding errors. Each value says what the tolerances bound.
 EXCEPTIONS = {
     "advice_cases.py": "advice promises its bytes to within 10 %",
-    "test_benchmarks_linear.py": "samples of random numbers; rows of three digits",
-    "test_benchmarks_loss.py": "a sample of random numbers",
-    "test_benchmarks_models.py": "a sample of random numbers",
-    "test_benchmarks_report.py": "half of the last digit that rows are printed with",
     "test_memory_report.py": "advice promises its bytes to within 10 %; JAX prints rounded sizes",
     "test_memory_report_models.py": "advice promises its bytes to within 10 %",
     "test_memory_report_meshes.py": "a device has its part, but for small arrays",

@@ -4,17 +4,19 @@ Each launch must run the kernel that was compiled for it.
 """
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_programs
+from triton_programs import Launch
 
-from benchmarks import program_folders, triton_programs
-from benchmarks.triton_programs import Launch
 from jaxnorm_kernels.specs import Shared
 
 # A script with a function `kernels()`. It lowers a norm for a GPU and returns the code of all
@@ -25,7 +27,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jax.extend.mlir import ir
 import jaxnorm
-from benchmarks import program_folders, triton_programs
+import triton_programs
 
 def step(x, scale):
     y, vjp = jax.vjp(lambda *a: jaxnorm.rms_norm(*a, implementation="triton"), x, scale)
@@ -50,15 +52,17 @@ def kernels():
 def run(code, *arguments):
     """Run `PROGRAM` followed by `code` in a new process, and return its output."""
     command = [sys.executable, "-c", PROGRAM + textwrap.dedent(code), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    paths = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def about(folder, **changes):
     sources = triton_programs.sources()
-    found = {"gpu": program_folders.GPUS["h100"], "sources": sources, "software": "none"}
-    (folder / program_folders.ABOUT).write_text(json.dumps({**found, **changes}))
+    found = {"gpu": triton_programs.GPUS["h100"], "sources": sources, "software": "none"}
+    (folder / triton_programs.ABOUT).write_text(json.dumps({**found, **changes}))
 
 
 def test_kernels_come_from_the_folder(tmp_path):
@@ -91,7 +95,7 @@ def test_kernels_come_from_the_folder(tmp_path):
 @pytest.mark.cuda_plugin
 def test_a_recorded_kernel_is_the_one_that_triton_compiles(tmp_path):
     record = """
-    with triton_programs.recording(Path(sys.argv[1]), program_folders.GPUS["a100"]):
+    with triton_programs.recording(Path(sys.argv[1]), triton_programs.GPUS["a100"]):
         y, _ = jax.jit(step)(*operands)
     print(float(y.sum()))
     """

@@ -1,10 +1,9 @@
 """The functions of the providers that call jaxnorm.
 
-There are four kinds of provider. The first calls jaxnorm with its default implementation, the
+There are three kinds of provider. The first calls jaxnorm with its default implementation, the
 second calls it with a given implementation. The third, `composed`, is for blocks (groups of
 operations that jaxnorm can fuse). It calls only jaxnorm's plain norm or softmax, and computes the
-rest of the block in jax.numpy. The fourth, such as `chunk_2048`, calls linear losses with a given
-number of rows in each chunk.
+rest of the block in jax.numpy.
 """
 
 import functools
@@ -51,7 +50,7 @@ def rms_norm_rope(
 
 
 # Maps the name of a block to two things: a function that calls jaxnorm, and a dict of keyword
-# arguments for this function. The last entry is a norm with a matmul.
+# arguments for this function.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),
@@ -69,7 +68,6 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rms_norm_rope": (rms_norm_rope, {}),
     "gated_rms_norm": (jaxnorm.rms_norm_gated, {}),
     "gate_first_rms_norm": (jaxnorm.rms_norm_gated, {"norm_before_gate": False}),
-    "rms_norm_linear": (jaxnorm.rms_norm_linear, {}),
 }
 
 _LOSSES: dict[str, Callable[..., Any]] = {
@@ -90,10 +88,7 @@ _LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    kind, _, rows = name.partition("_")
-    if kind == "chunk":
-        return functools.partial(_LOSSES[op], chunk=int(rows))
-    implementation = None if name in ("jaxnorm", "composed") else kind
+    implementation = None if name in ("jaxnorm", "composed") else name
 
     def plain(norm: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(norm, implementation=implementation)

@@ -62,7 +62,6 @@ class Plain:
             "rms_norm_rope": self.rms_norm_rope,
             "gated_rms_norm": self.gated_rms_norm,
             "gate_first_rms_norm": self.gate_first_rms_norm,
-            "rms_norm_linear": self.rms_norm_linear,
         }
         return functools.partial(blocks[op], dtype=y_dtype)
 
@@ -126,9 +125,6 @@ class Plain:
     def gate_first_rms_norm(self, x: Array, gate: Array, scale: Array, *, dtype: str) -> Array:
         return self.rms_norm(x * jax.nn.silu(gate.astype(jnp.float32)), scale, dtype=dtype)
 
-    def rms_norm_linear(self, x: Array, weight: Array, scale: Array, *, dtype: str) -> Array:
-        return (self.rms_norm(x, scale) @ weight).astype(dtype)
-
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
     wide = logits.astype(jnp.float32)
@@ -176,10 +172,7 @@ _LOSSES = (
     *(log_prob_and_entropy, linear_log_prob_and_entropy),
     *(kl_divergence, reverse_kl_divergence, linear_kl_divergence),
 )
-_OTHERS: dict[str, Callable[..., Any]] = {
-    **{f.__name__: f for f in _LOSSES},
-    "product": jnp.matmul,
-}
+_OTHERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in _LOSSES}
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)
 
 

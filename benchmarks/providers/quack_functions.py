@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from quack.cross_entropy import cross_entropy
-from quack.linear import linear_func
 from quack.linear_cross_entropy import chunked_linear_cross_entropy
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 from quack.softmax import softmax
@@ -26,28 +25,11 @@ class LayerNorm(torch.autograd.Function):
         return layernorm_bwd(x, scale, dy, rstd, mean, has_bias=True)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    # linear_func tunes its schedule at the first call. It takes the weight transposed, as
-    # torch.nn.Linear stores it.
-    return linear_func(x, weight.t())
-
-
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False)
 
 
-def linear_cross_entropy_of_chunks(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Compute the loss chunk by chunk, with `use_scaled_exp=False`.
-
-    The logits of a chunk are then stored. QuACK itself sets `use_scaled_exp` to False if it does
-    not support True for a call.
-    """
-    return chunked_linear_cross_entropy(x, weight.t(), labels, tuned=False, use_scaled_exp=False)
-
-
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    if name == "quack_chunks":
-        return linear_cross_entropy_of_chunks
     rms_norm = functools.partial(rmsnorm, out_dtype=getattr(torch, y_dtype), eps=1e-6)
     return {
         "softmax": softmax,
@@ -58,6 +40,4 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         ),
         "cross_entropy": functools.partial(cross_entropy, reduction="none"),
         "linear_cross_entropy": linear_cross_entropy,
-        "product": product,
-        "rms_norm_linear": lambda x, weight, scale: product(rms_norm(x, scale), weight),
     }[op]

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 
-from benchmarks.blocks import CHANNEL_GROUPS, LOGITS_SCALE
 from benchmarks.losses import SOFTCAP
 
 
@@ -39,75 +38,6 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     h = x + residual
     return layer_norm(h, scale, bias), h
-
-
-def post_norm(x: Tensor, residual: Tensor, scale: Tensor) -> Tensor:
-    return residual + rms_norm(x, scale)
-
-
-def sandwich(
-    x: Tensor, residual: Tensor, scale: Tensor, next_scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    h = residual + rms_norm(x, scale)
-    return rms_norm(h, next_scale), h
-
-
-def ada_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + bias
-
-
-def gated_add_layer_norm(
-    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, gate: Tensor
-) -> tuple[Tensor, Tensor]:
-    h = (residual + gate * x).to(residual.dtype)
-    return ada_layer_norm(h, scale, bias), h
-
-
-def masked_softmax(x: Tensor, where: Tensor) -> Tensor:
-    return softmax((LOGITS_SCALE * x).masked_fill(~where, -torch.inf))
-
-
-def causal_softmax(x: Tensor) -> Tensor:
-    return masked_softmax(x, torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril())
-
-
-def biased_softmax(x: Tensor, bias: Tensor) -> Tensor:
-    return softmax(LOGITS_SCALE * x + bias)
-
-
-def column_softmax(x: Tensor) -> Tensor:
-    return functional.softmax(x, dim=-2)
-
-
-def channel_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    variance, mean = torch.var_mean(x.float(), dim=1, correction=0, keepdim=True)
-    x_hat = (x - mean) * torch.rsqrt(variance + 1e-6)
-    return x_hat * scale[:, None, None] + bias[:, None, None]
-
-
-def group_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    # torch takes images with channels first. The memory format channels_last makes the channels
-    # adjacent in memory, as they are for the other providers.
-    images = x.permute(0, 3, 1, 2)
-    y = functional.group_norm(images, CHANNEL_GROUPS, scale, bias, eps=1e-6)
-    return y.permute(0, 2, 3, 1)
-
-
-def group_norm_silu(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return functional.silu(group_norm(x, scale, bias))
-
-
-def rms_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
-    a, b = rms_norm(x, scale).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-    return rms_norm(x, scale) * functional.silu(gate.float())
-
-
-def gate_first_rms_norm(x: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-    return rms_norm(x * functional.silu(gate.float()), scale.float())
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -151,10 +81,6 @@ def linear_kl_divergence(
     return kl_divergence(x @ weight, teacher_x @ teacher_weight).mean()
 
 
-def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return rms_norm(x, scale) @ weight
-
-
 _LOSSES = (
     *(cross_entropy, capped_cross_entropy, linear_cross_entropy, capped_linear_cross_entropy),
     *(log_prob_and_entropy, linear_log_prob_and_entropy),
@@ -169,23 +95,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add_layer_norm": add_layer_norm,
     "residual_rms_norm": add_rms_norm,
     "residual_layer_norm": add_layer_norm,
-    "post_norm": post_norm,
-    "sandwich": sandwich,
-    "ada_layer_norm": ada_layer_norm,
-    "gated_add_layer_norm": gated_add_layer_norm,
-    "masked_softmax": masked_softmax,
-    "causal_softmax": causal_softmax,
-    "biased_softmax": biased_softmax,
-    "column_softmax": column_softmax,
-    "channel_layer_norm": channel_layer_norm,
-    "group_norm": group_norm,
-    "group_norm_silu": group_norm_silu,
-    "rms_norm_rope": rms_norm_rope,
-    "gated_rms_norm": gated_rms_norm,
-    "gate_first_rms_norm": gate_first_rms_norm,
     **{f.__name__: f for f in _LOSSES},
-    "product": torch.matmul,
-    "rms_norm_linear": rms_norm_linear,
 }
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
-from benchmarks.workloads import grid
+from benchmarks.workloads import DTYPES, GRID, PARAMETERS, Operation
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule, choose
 
@@ -25,9 +25,12 @@ _LEAST_BYTES = 32 * 2**20
 
 
 def workloads() -> Iterator[KernelWorkload]:
-    for workload in grid(("layer_norm", "rms_norm", "log_softmax"), ("fwd",)):
-        if workload.bytes >= _LEAST_BYTES:
-            yield KernelWorkload(**vars(workload))
+    ops: tuple[Operation, ...] = ("layer_norm", "rms_norm", "log_softmax")
+    shapes = itertools.chain(*GRID.values())
+    for op, (x, y), (rows, cols) in itertools.product(ops, DTYPES, shapes):
+        workload = KernelWorkload(op, "fwd", rows, cols, x, y)
+        if workload.bytes >= _LEAST_BYTES and (x == y or PARAMETERS[op]):
+            yield workload
 
 
 def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:

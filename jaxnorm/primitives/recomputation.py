@@ -201,10 +201,14 @@ def _bind(
     waiting: int,
     transposed: bool,
 ) -> list[jax.Array]:
-    """Trace f, remove what its results do not need, and bind the primitive."""
+    """Trace f, remove what its results do not need, and bind the primitive.
+
+    A transpose keeps its effects: they are those of custom backward passes, which run only there.
+    """
     traced = jax.make_jaxpr(f)(*residuals, *along)
     operands = (*traced.consts, *residuals)
-    jaxpr = _without_effects(without_constants(traced).jaxpr)
+    jaxpr = without_constants(traced).jaxpr
+    jaxpr = jaxpr if transposed else _without_effects(jaxpr)
     kept = [False] * len(operands) + [True] * len(along)
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
     of_waiting = used[len(operands) - waiting : len(operands)]

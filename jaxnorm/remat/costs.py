@@ -58,6 +58,8 @@ _RANDOM_BITS = {
     "random_bits", "random_fold_in", "random_seed", "random_split", "rng_bit_generator",
     "rng_uniform", "threefry2x32",
 }  # fmt: skip
+# The size of an axis whose size is symbolic (`jax.export.symbolic_shape`).
+_SYMBOLIC = 1024
 # Operations on inner programs that run once.
 _CALLS = {"jit", "closed_call", "core_call", "custom_jvp_call", "remat2"}
 
@@ -75,11 +77,15 @@ def bytes_per_second() -> float:
 
 def size(aval: Any) -> int:
     """Return the number of bytes of an array on one device; 0 for other types, such as tokens."""
-    shape = tuple(getattr(aval, "shape", ()))
+    shape = _shape(aval)
     sharding = getattr(aval, "sharding", None)
     if sharding is not None and any(getattr(sharding, "spec", ())):
         shape = sharding.shard_shape(shape)
     return math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def _shape(aval: Any) -> tuple[int, ...]:
+    return tuple(n if isinstance(n, int) else _SYMBOLIC for n in getattr(aval, "shape", ()))
 
 
 def is_costly(equation: Any) -> bool:
@@ -89,6 +95,8 @@ def is_costly(equation: Any) -> bool:
         return True
     if name in _CALLS:
         return any(is_costly(e) for body in _bodies(equation) for e in body.eqns)
+    if name == "dot_general" and _terms(equation) == 1:
+        return False  # an outer or elementwise product, as `jnp.einsum` makes them
     is_cheap = any(name in table for table in (_ELEMENTWISE, _REDUCTIONS, _FREE, _RANDOM_BITS))
     return not is_cheap and not _is_row_function(name)
 
@@ -110,7 +118,7 @@ def seconds(equation: Any) -> float:
     operations, bandwidth = _rates()
     if name in _FREE:
         return 0.0
-    if bodies := _bodies(equation):
+    if name != "pallas_call" and (bodies := _bodies(equation)):
         runs = equation.params.get("length", 1) if name == "scan" else 1
         return runs * sum(seconds(e) for body in bodies for e in body.eqns)
     read, written = (sum(size(v.aval) for v in vs) for vs in (equation.invars, equation.outvars))
@@ -136,12 +144,11 @@ def _bodies(equation: Any) -> list[Any]:
 
 
 def _flops(equation: Any, name: str) -> float:
-    """Return the number of operations of a matmul, a convolution or an attention."""
-    shapes: list[tuple[int, ...]] = [getattr(v.aval, "shape", ()) for v in equation.invars]
-    outputs = math.prod(getattr(equation.outvars[0].aval, "shape", ()))
+    """Return the number of operations of a matmul, a convolution, an attention or a kernel."""
+    shapes = [_shape(v.aval) for v in equation.invars]
+    outputs = sum(math.prod(_shape(v.aval)) for v in equation.outvars[:1])
     if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        flops = 2 * outputs * math.prod(shapes[0][i] for i in contracted)
+        flops = 2 * outputs * _terms(equation)
     elif name.startswith("ragged_dot"):
         flops = 2 * outputs * shapes[0][-1]
     elif name == "conv_general_dilated":
@@ -149,7 +156,18 @@ def _flops(equation: Any, name: str) -> float:
         flops = 2 * outputs * math.prod(shapes[1]) // max(shapes[1][features], 1)
     elif "dot_product_attention" in name and len(shapes[0]) == 4:
         flops = 4 * math.prod(shapes[0]) * shapes[1][1]
+    elif name == "pallas_call":
+        return float(getattr(equation.params["cost_estimate"], "flops", 0))
+    elif name.startswith("jaxnorm.linear_"):
+        # If a linear loss runs again, its forward pass computes the logits, but no gradients.
+        flops = 2 * math.prod(shapes[0]) * math.prod(shapes[1]) // max(shapes[0][-1], 1)
     else:
         return 0.0
     # A matmul of 32-bit numbers takes about twice as long as one of 16 bits.
     return flops * max(1, equation.invars[0].aval.dtype.itemsize / 2)
+
+
+def _terms(matmul: Any) -> int:
+    """Return the number of products that each element of a matmul's result adds up."""
+    (contracted, _), _ = matmul.params["dimension_numbers"]
+    return math.prod(matmul.invars[0].aval.shape[i] for i in contracted)

@@ -117,6 +117,9 @@ class Linearized:
         return any(costs.contains(e, "while") for e in self.linear)
 
 
+# How much longer the last equation of a region takes to run again than an equal first one.
+_TIES = 0.05
+
 type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing]
 
 
@@ -328,11 +331,14 @@ class Region:
         index = {v: i for i, v in enumerate(values)}
         bytes_of = {v: costs.size(v.aval) for v in values} | sizes(equations)
         steps = []
-        for e in equations:
+        for i, e in enumerate(equations):
             never = bool(e.effects) or (not self.in_loop and e.primitive.name in _SPECIAL)
+            # Of equal equations, such as those of unrolled layers, the first run again first. So
+            # the frontier has a point for each of them.
+            later = 1 + _TIES * i / len(equations)
             steps.append(
                 Step(
-                    math.inf if never else costs.seconds(e),
+                    math.inf if never else costs.seconds(e) * later,
                     tuple(index[v] for v in variables(e.invars) if v in index),
                     tuple(index[v] for v in e.outvars),
                     costs.is_costly(e),
@@ -351,7 +357,8 @@ class Region:
         outputs = [*derivative.outputs, *(v for v in saved if v not in {*inputs})]
         equations = needed(derivative.known, outputs, with_effects=True)
         arrays = jaxpr_as_fun(program.closed(equations, inputs, outputs))(*primals)
-        values = dict(zip(inputs, primals)) | dict(zip(outputs, arrays))
+        made = {v: a for v, a in zip(outputs, arrays) if not isinstance(v, Literal)}
+        values = dict(zip(inputs, primals)) | made
         along = dict(zip(derivative.tangents, tangents))
         available = {*saved, *inputs}
         last_use = {

@@ -2,9 +2,8 @@
 
 On Ampere, Ada and RTX 50 GPUs, these ratios decide whether a kernel is the default. None of these
 GPUs was available for timing. Instead, kernels were compiled and scheduled for an A100, and timed
-on an H100, which can run code for an A100. `python -m benchmarks.triton_defaults` generates the
-table from the committed results, and `tests/test_triton_defaults.py` checks that the table agrees
-with them.
+on an H100, which can run code for an A100. `tests/test_triton_defaults.py` computes the table
+from the committed results, and checks that it agrees with them.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import hlo
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from test_kl_divergence import (
 from test_losses_mosaic import LossForwardSchedule, check_linear_in_one_kernel
 
 import jaxnorm
-from benchmarks import hlo
 from jaxnorm.operations.loss import loss_call
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results

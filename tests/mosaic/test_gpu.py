@@ -16,9 +16,9 @@ from forward_cases import reference as forward_reference
 from reference import assert_within
 from specs import BF16, F32
 
-from benchmarks import blocks, jax_side
+from benchmarks import jax_side
 from benchmarks.contract import KernelWorkload
-from benchmarks.suites import ShapedCell
+from benchmarks.suites import SUITES, Selection
 from benchmarks.sweep import with_schedule
 from benchmarks.workloads import DIRECTIONS, OPERATIONS
 from jaxnorm_kernels import mosaic, xla
@@ -104,20 +104,25 @@ def test_large_arrays(op, rows, cols, direction, dtype):
 # Each kind of model block in the benchmarks, with its gradients. The block "x + norm(x)" is
 # omitted: it runs only the kernels of a single norm, which `test_large_arrays` covers.
 BLOCKS = [
-    pytest.param(block, id=f"{block.op}-{block.shape}-{block.dtype}")
-    for block in blocks.grid(
-        ["add_layer_norm", "post_norm", "sandwich", "ada_layer_norm"], ["fwd+bwd"], blocks.DTYPES
+    pytest.param(cell, id=f"{cell.op}-{cell.shape}-{cell.dtype}")
+    for cell in SUITES["blocks"].cells(
+        Selection(
+            providers=["mosaic"],
+            ops=["add_layer_norm", "post_norm", "sandwich", "ada_layer_norm"],
+            directions=["fwd+bwd"],
+        )
     )
 ]
 
 
-@pytest.mark.parametrize("workload", BLOCKS)
-def test_large_blocks(workload):
+@pytest.mark.parametrize("cell", BLOCKS)
+def test_large_blocks(cell):
     """The results and gradients of a block agree with XLA's."""
+    workload = cell.workload
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
 
     def compiled(provider: str) -> jax_side.Program:
-        return jax_side.compile_cell(ShapedCell(**dataclasses.asdict(workload), provider=provider))
+        return jax_side.compile_cell(dataclasses.replace(cell, provider=provider))
 
     expected = jax.tree.leaves(compiled("xla").call(*inputs))
     call = compiled("mosaic").call

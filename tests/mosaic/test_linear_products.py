@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from h100 import Compiler
+from hlo import _computations, _elements
 
 import jaxnorm
-from benchmarks.hlo import _computations, _elements
 
 pytestmark = pytest.mark.compiles
 

@@ -5,6 +5,7 @@ import itertools
 import re
 from typing import NamedTuple
 
+import hlo
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from reference import assert_within, exact, of_roundings, rounding
 from specs import BF16, F16, F32, build_spec, changed
 
 import jaxnorm
-from benchmarks import contract, hlo
+from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.both import MOST_BYTES

@@ -2,6 +2,7 @@
 
 import math
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxnorm
-from benchmarks import hlo
 
 BATCH, LENGTH, D, CLASSES = 8, 512, 1024, 32768
 

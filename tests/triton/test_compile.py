@@ -15,8 +15,6 @@ from compiling import compile_call
 from specs import BF16, F16, F32, build_spec
 
 import jaxnorm
-from benchmarks.contract import KernelWorkload
-from benchmarks.sweeps import triton as sweep
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import Gpu
 from jaxnorm_kernels.triton.schedule import choose, choose_line
@@ -73,18 +71,6 @@ def test_mixes_compile(cols, x, y, direction, params, change):
     scale, bias = params
     changes = {"scale_dtype": scale, "bias_dtype": bias, **change}
     check(make_spec("layer_norm", direction, 4096, cols, x, y, **changes), GPUS["sm_80"])
-
-
-@pytest.mark.parametrize(
-    ("op", "rows", "cols"), [("layer_norm", 32768, 1024), ("rms_norm", 8192, 5120)]
-)
-def test_schedules_of_the_sweep_compile(op, rows, cols):
-    workload = KernelWorkload(op, "bwd", rows, cols, "bfloat16", "bfloat16")
-    schedules = sweep.schedules(workload)
-    assert len(schedules) >= 10
-    for schedule in schedules[::3]:
-        for kernel in compile_call(workload.spec, GPUS["sm_80"], schedule=schedule):
-            assert kernel.shared <= GPUS["sm_80"].smem
 
 
 def test_statistics_are_written_only_where_they_are_wanted():

@@ -61,8 +61,8 @@ from jaxnorm_kernels.specs import LinearActivation
 # -------------------------------------------------------------------------------------------------
 # The schedule: sizes of the tiles of y, and of the buffers of a block.
 #
-# The sizes were measured on an H100 with the sweep `benchmarks/sweeps/linear.py`, which times ten
-# matmuls with different tiles, stages and groups.
+# The sizes were measured on an H100 with a sweep (see `benchmarks/sweep.py`) of ten matmuls
+# with different tiles, stages and groups.
 
 
 #: Number of multiplying warpgroups in a block. The block has one more warpgroup, which copies tiles

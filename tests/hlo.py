@@ -1,4 +1,4 @@
-"""Copies, casts and collectives of a compiled JAX program, read from its optimised HLO."""
+"""Operations and collectives of a compiled JAX program, read from its optimised HLO."""
 
 import dataclasses
 import math
@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?\S+ = (.+?) ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) .*\{$")
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
-_SCOPE = re.compile(r'^ +(?:ROOT )?%?(\S+) = .*op_name="([^"]*)"', re.MULTILINE)
 _SHAPE = re.compile(r"\[([\d,]*)\]")
-_MOVES = {"copy", "copy-start", "convert", "transpose"}
 _FREE = {"parameter", "bitcast", "reshape", "constant", "tuple", "get-tuple-element"}
 
 _COLLECTIVE = re.compile(
@@ -111,34 +109,10 @@ def _group(line: str, devices: int) -> int:
     return devices
 
 
-def extra_passes(text: str, elements: int) -> int:
-    """Return the number of copies, casts and transposes of arrays of at least `elements` elements.
-
-    On a GPU, the driver may perform a copy without a kernel. The time of the program's kernels then
-    does not include this copy.
-    """
-    computations = dict(_computations(text))
-
-    def moves_alone(opcode: str, line: str) -> bool:
-        if opcode != "fusion":
-            return opcode in _MOVES
-        called = _CALLED.findall(line)
-        inside = {name for each in called for name, _, _ in computations.get(each, ())}
-        return bool(inside & _MOVES) and inside <= _MOVES | _FREE
-
-    large = _large(computations, elements)
-    return sum(moves_alone(opcode, line) for opcode, _, line in large)
-
-
 def made(text: str, elements: int) -> list[str]:
     """Return the opcodes of the operations that produce arrays of at least `elements` elements."""
     large = _large(dict(_computations(text)), elements)
     return [opcode for opcode, *_ in large if opcode not in _FREE | {"call"}]
-
-
-def scopes(text: str) -> dict[str, str]:
-    """Return a dict from each kernel's name to the JAX name scope of its code."""
-    return {re.sub(r"\W", "_", name): scope for name, scope in _SCOPE.findall(text)}
 
 
 def _large(

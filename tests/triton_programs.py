@@ -3,17 +3,8 @@
 A folder has compiled kernels for one GPU: a file for each launch, named after the kernel and a hash
 of everything that the launch depends on. `recording` fills the folder on a machine with Triton; no
 GPU is needed there. `replay` makes launches use these files on a machine with a GPU; Triton is not
-needed there.
-
-This command compiles kernels::
-
-    JAX_PLATFORMS=cpu python -m benchmarks.triton_programs FOLDER blocks loss --dtypes bfloat16
-
-This command times them, as the providers `triton_sm80` and `triton_sm90`::
-
-    TRITON_PROGRAMS=FOLDER python -m benchmarks.run blocks loss --dtypes bfloat16
-
-``pytest --export-triton`` compiles the kernels of the tests (see docs/testing.md).
+needed there. ``pytest --export-triton`` and ``pytest --exported-triton`` do both for the kernels
+of the tests (see docs/testing.md).
 """
 
 import argparse
@@ -37,10 +28,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxnorm_kernels
-from benchmarks.program_folders import ABOUT, GPUS, SIDES, about
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm_kernels.specs import Shared
+
+#: GPUs for which kernels can be compiled. Each has three numbers: ten times its compute capability,
+#: its number of multiprocessors, and the maximum shared memory of a thread block in bytes.
+GPUS = {
+    "a100": (80, 108, 163 * 1024),
+    "l4": (89, 58, 99 * 1024),
+    "h100": (90, 132, 227 * 1024),
+}
+
+#: The name of the file that describes a folder's kernels: source, compiler and GPU.
+ABOUT = "about.json"
 
 _TARGET = "triton_kernel_call_ffi"  # jax-triton's custom call; JAX's CUDA plugin has it too
 
@@ -346,6 +347,12 @@ class _Language(types.ModuleType):
 # ----------------------------------------------------------------------------------- the folder
 
 
+def about(folder: Path) -> dict[str, Any]:
+    """Return the description of a folder's kernels, as in the file `ABOUT`."""
+    read: dict[str, Any] = json.loads((folder / ABOUT).read_text())
+    return read
+
+
 def _software() -> str:
     return " + ".join(
         f"{name} {metadata.version(name)}" for name in ("jax", "jax-triton", "triton")
@@ -409,35 +416,3 @@ def gpu_of(text: str) -> tuple[int, int, int]:
         f"got {text!r}; expected one of {', '.join(GPUS)}, or compute capability times ten, "
         "multiprocessors and bytes of shared memory: 80,108,166912"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the Triton kernels of the selected benchmarks for each GPU in `SIDES`."""
-    run = importlib.import_module("benchmarks.run")  # imported here to avoid an import cycle
-    suites = importlib.import_module("benchmarks.suites")
-    jax_side = importlib.import_module("benchmarks.jax_side")
-    folder, *rest = sys.argv[1:] if argv is None else argv
-    given = run.parse(rest)
-    sides = [side for side in SIDES if side in given.providers]
-    selection = dataclasses.replace(run.selected(given), providers=("triton",))
-    # Triton kernels are compiled when a program is lowered. Skip compiling the program with XLA.
-    lowered = types.SimpleNamespace(
-        as_text=str, memory_analysis=lambda: types.SimpleNamespace(temp_size_in_bytes=0)
-    )
-    for side in sides:
-        jax.clear_caches()
-        with (
-            recording(Path(folder, side), GPUS[SIDES[side]]),
-            _patched((jax.stages.Lowered, "compile", lambda *_: lowered)),
-        ):
-            for suite in given.suites:
-                for cell in suites.SUITES[suite].cells(selection):
-                    try:
-                        jax_side.compile_cell(cell)
-                    except ValueError as error:  # the kernels do not support this call
-                        print(cell, error)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

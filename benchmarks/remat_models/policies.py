@@ -1,0 +1,70 @@
+"""What a layer of Llama saves with MaxText's policies, and with auto_remat in as many bytes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+from benchmarks import auto_remat
+from benchmarks.language_models import Params
+from benchmarks.models import MODELS
+from benchmarks.remat_models import language
+from benchmarks.remat_models.measure import operations, types
+from benchmarks.remat_models.parts import Array, Program
+
+HEAD = (
+    "| policy | saved per layer | matmuls that run again | `auto_remat` in as many bytes | "
+    "matmuls that run again |\n|---|---:|---:|---:|---:|"
+)
+POLICIES = ("none", *auto_remat.NAMES)
+
+
+def _program(policy: str) -> Program:
+    """Return Llama with a policy of `auto_remat.NAMES`. The loss has no logits."""
+    model = language.model("bfloat16", "llama-1b", policy)
+
+    def loss(params: Params, tokens: Array) -> Array:
+        x = params["embedding"].astype(model.dtype)[tokens[:, :-1]]
+        return jnp.mean(jnp.square(auto_remat.llama(model, params, x).astype(jnp.float32)))
+
+    return dataclasses.replace(language.of_model(model), loss=loss)
+
+
+def line(policy: str) -> str:
+    """Return the line of a policy: "none" or a key of `auto_remat.NAMES`.
+
+    The budget of auto_remat is the bytes that the policy saves in the scan over layers, and 1 %
+    more, for statistics of norms. Policies by name compute these again.
+    """
+    plain, program = _program("none"), _program(policy)
+    given = types(plain)
+    layers = MODELS["llama-1b"].layers
+
+    def saved(loss: Callable[..., Any]) -> tuple[int, int]:
+        """Return the bytes that are saved in the layers, and those outside of them."""
+        rows = jaxnorm.memory_report(loss, *given).rows
+        inside = sum(row.bytes for row in rows if row.shape[0] == layers)
+        return inside, sum(row.bytes for row in rows) - inside
+
+    def matmuls(loss: Callable[..., Any]) -> int:
+        return operations(jax.grad(loss), *given)["dot_general"]
+
+    def size(loss: Callable[..., Any]) -> str:
+        return f"{saved(loss)[0] / 2 / program.activation / layers:.1f}"
+
+    without_budget = jaxnorm.auto_remat(plain.loss)
+    budget = int(1.01 * saved(program.loss)[0]) + saved(without_budget)[1]
+    auto = jaxnorm.auto_remat(plain.loss, budget=budget)
+    # JAX leaves unused matmuls in its gradients, auto_remat does not.
+    again = (matmuls(program.loss) - matmuls(plain.loss)) // layers
+    of_auto = (matmuls(auto) - matmuls(without_budget)) // layers
+    name = policy.replace("maxtext ", "MaxText's ")
+    return f"| {name} | {size(program.loss)} | {again} | {size(auto)} | {of_auto} |"
+
+
+def table() -> str:
+    """Return the table of all policies, in Markdown."""
+    return "\n".join([HEAD, *map(line, POLICIES)])

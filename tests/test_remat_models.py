@@ -1,0 +1,82 @@
+"""auto_remat of the twelve models of the benchmarks: gradients, operations, and the docs' table."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import reference
+
+import jaxnorm
+from benchmarks.remat_models import measure, policies
+from benchmarks.remat_models.__main__ import PAGE
+from benchmarks.remat_models.measure import CASES
+from benchmarks.remat_models.policies import POLICIES
+
+# Models whose plans take less than three seconds.
+QUICK = ("GPT-2", "Llama 3.2 1B", "Qwen 3 8B", "Mixtral 8x7B")
+
+
+def arguments(program):
+    key = jax.random.key(0)
+    return jax.jit(program.init)(key), jax.jit(program.batch)(key)
+
+
+def double(tree):
+    is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda a: a.astype("float64") if is_float(a) else a, tree)
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    """Gradients are as accurate as plain JAX's, and XLA's program repeats no costly operation."""
+    program = CASES[name].small_program()
+    given = arguments(program)
+    compiled = [
+        jax.jit(jax.grad(f)).lower(*given).compile()
+        for f in (jaxnorm.auto_remat(program.loss), program.loss)
+    ]
+    ours, theirs = (f(*given) for f in compiled)
+    with jax.enable_x64(True):
+        exact = CASES[name].small_program("float64")
+        expected = jax.jit(jax.grad(exact.loss))(*double(given))
+    reference.assert_as_accurate(ours, theirs, expected)
+    of_ours, of_theirs = (in_hlo(f.as_text()) for f in compiled)
+    assert not of_ours - of_theirs
+
+
+def in_hlo(text):
+    """Count the costly operations in a compiled program."""
+    kinds = r" (dot|convolution|custom-call|ragged-dot|rng-bit-generator|sort|topk|while)\("
+    return collections.Counter(re.findall(kinds, text))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_costly_operation_runs_twice(name):
+    assert measure.repeated(CASES[name].small_program()) == {}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.models) for n in CASES]
+)
+def test_the_committed_table(name):
+    assert measure.line(name) in PAGE.read_text(), "run python -m benchmarks.remat_models --write"
+
+
+@pytest.mark.parametrize(
+    "policy", [p if p == "names" else pytest.param(p, marks=pytest.mark.models) for p in POLICIES]
+)
+def test_the_committed_policies(policy):
+    assert policies.line(policy) in PAGE.read_text(), (
+        "run python -m benchmarks.remat_models --write"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.goal is not None])
+def test_saved_activations(name):
+    """A layer saves no more than an expert would choose by hand."""
+    activations, matrices = measure.per_layer(CASES[name].of_layers, jaxnorm.auto_remat)
+    assert activations <= CASES[name].goal
+    assert matrices <= measure.MATRICES
