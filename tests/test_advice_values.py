@@ -36,6 +36,8 @@ def of_rows(function, z):
         lambda z: z[jnp.arange(ROWS), LABELS],
         lambda z: jnp.take_along_axis(z, LABELS[:, None], 1),
         lambda z: jnp.clip(z, 0, 1).max(1),
+        lambda z: jnp.einsum("nv,nv->n", jax.nn.one_hot(LABELS, CLASSES), z),
+        lambda z: jnp.einsum("abv,abv->ab", z.reshape(2, 2, -1), z.reshape(2, 2, -1)).ravel(),
         lambda z: z.T[1:3].sum(0) * jnp.argmax(z, 1),
         lambda z: jaxnorm.log_prob_and_entropy(z, LABELS, logits_scale=0.5)[1],
         lambda z: jaxnorm.softmax_cross_entropy_with_integer_labels(z, LABELS, label_smoothing=0.1),

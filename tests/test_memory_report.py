@@ -264,6 +264,15 @@ def test_inside_other_loops():
     assert str(report)
 
 
+def test_a_function_that_prints():
+    def f(w, x):
+        jax.debug.print("{}", jnp.sum(x))
+        return unrolled(block, w, x)
+
+    report = memory_report(f, weights(), X)
+    assert report.saves == memory_report(functools.partial(unrolled, block), weights(), X).saves
+
+
 def test_a_pair():
     f = functools.partial(scan, block)
     plain = memory_report(f, weights(), X)

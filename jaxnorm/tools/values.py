@@ -90,8 +90,11 @@ def _rows(value: Value, own: list[np.ndarray], draw: "Draw") -> np.ndarray | Non
 
     Return None if the array is not computed position by position.
     """
-    rows, name = own[0], value.made_by
-    params = {} if value.equation is None else value.equation.params
+    rows, name, params = own[0], value.made_by, value.equation.params
+    if name == "dot_general":
+        # For example, the inner products of rows: the positions are batch axes.
+        own = _batches(value, draw.rows)
+        rows = own[0] if own else rows
     if not all(np.array_equal(rows, other) for other in own[1:]):
         return None
     try:
@@ -101,7 +104,7 @@ def _rows(value: Value, own: list[np.ndarray], draw: "Draw") -> np.ndarray | Non
             return _picked(value, rows, draw(value.operands[1]))
     except UnknownError:
         return None
-    if name in _ELEMENTWISE or name in _OF_PARAMS:
+    if name in _ELEMENTWISE or name in _OF_PARAMS or (name == "dot_general" and own):
         return rows
     of_classes = [i for i, n in enumerate(rows.shape) if n == 1]
     if name in _REDUCED and {*params["axes"]} <= {*of_classes}:
@@ -164,7 +167,8 @@ class Draw:
             axis = value.equation.params["dimension"]
             shape = [-1 if i == axis else 1 for i in range(len(value.shape))]
             return np.arange(value.shape[axis]).reshape(shape)
-        if name not in {*_ELEMENTWISE, *_OF_PARAMS, *_SHAPED, *_REDUCED, "concatenate", "gather"}:
+        others = {"concatenate", "dot_general", "gather"} if is_row else {"concatenate"}
+        if name not in {*_ELEMENTWISE, *_OF_PARAMS, *_SHAPED, *_REDUCED, *others}:
             raise UnknownError(name)
         arrays = [self(v) for v in value.operands]
         if name in _ELEMENTWISE:
@@ -178,11 +182,9 @@ class Draw:
         if name in _REDUCED:
             axes = value.equation.params["axes"]
             return _REDUCED[name](_whole(arrays[0], value.operands[0], axes, is_row), tuple(axes))
-        if name == "gather" and is_row:
-            return _picked(value, *arrays)
-        if name == "concatenate" and not is_row:
-            return _joined(value, arrays)
-        raise UnknownError(name)
+        if name == "concatenate":
+            return _joined(value, *arrays)
+        return _picked(value, *arrays) if name == "gather" else _multiplied(value, *arrays)
 
     def _leaf(self, value: Value) -> np.ndarray:
         if value not in self.drawn:
@@ -245,7 +247,31 @@ def _sliced(value: Value, a: np.ndarray, is_row: bool = True) -> np.ndarray:
     return a[tuple(cuts)]
 
 
-def _joined(value: Value, arrays: list[np.ndarray]) -> np.ndarray:
+def _batches(value: Value, rows: Rows) -> list[np.ndarray]:
+    """Return, for each operand of a matmul, the positions of the result; [] if they are mixed."""
+    found, (_, batches) = list[np.ndarray](), value.equation.params["dimension_numbers"]
+    for v, batch in zip(value.operands, batches):
+        if v in rows:
+            rest = [i for i in range(len(v.shape)) if i not in batch]
+            moved = rows[v].transpose([*batch, *rest])
+            if any(n > 1 for n in moved.shape[len(batch) :]):
+                return []
+            ones = [1] * (len(value.shape) - len(batch))
+            found.append(moved.reshape([*moved.shape[: len(batch)], *ones]))
+    return found
+
+
+def _multiplied(value: Value, *factors: np.ndarray) -> np.ndarray:
+    (over, over2), (batch, batch2) = value.equation.params["dimension_numbers"]
+    a, b = (_whole(f, v, i) for f, v, i in zip(factors, value.operands, (over, over2)))
+    of_a = [*range(a.ndim)]
+    pairs = dict(zip([*over2, *batch2], [*over, *batch]))
+    of_b = [pairs.get(i, a.ndim + i) for i in range(b.ndim)]
+    free = [i for i in (*of_a, *of_b) if i not in (*over, *batch)]
+    return np.einsum(a, of_a, b, of_b, [*batch, *free])
+
+
+def _joined(value: Value, *arrays: np.ndarray) -> np.ndarray:
     axis = value.equation.params["dimension"]
     whole = [_whole(a, v, [axis], is_row=False) for a, v in zip(arrays, value.operands)]
     others = np.broadcast_shapes(*[(*a.shape[:axis], 1, *a.shape[axis + 1 :]) for a in whole])
