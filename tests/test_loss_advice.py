@@ -218,6 +218,20 @@ def test_a_traced_temperature():
     assert "logits_scale=the scale" in check(before, after, NAME, "float32", "float32")
 
 
+def test_a_temperature_that_is_trained():
+    """jaxnorm's losses have no gradient with respect to their scale; linear_loss has one."""
+    of_row = optax.softmax_cross_entropy_with_integer_labels
+
+    def before(x, weight, labels):
+        return of_optax(x @ weight * jnp.exp(weight[0, 0]), labels)
+
+    def after(x, weight, labels):
+        scale = jnp.exp(weight[0, 0])
+        return jaxnorm.linear_loss(lambda z, label: of_row(scale * z, label), x, weight, labels)
+
+    check(before, after, "linear_loss", "float32", "float32")
+
+
 def test_a_weight_that_is_cast():
     """The advice names the dtype of the matmul if the weight is cast to fewer bits for it."""
 
@@ -671,12 +685,24 @@ def scale_of_each_class(z, labels):
     return optax.softmax_cross_entropy_with_integer_labels(scales * z, labels)
 
 
+def without_the_label_s_gradient(z, labels):
+    picked = jnp.take_along_axis(jax.lax.stop_gradient(z), labels[:, None], -1)[:, 0]
+    return jax.nn.logsumexp(z, -1) - picked
+
+
+def without_the_gradient_of_log_p(z, labels):
+    log_p = jax.nn.log_softmax(z)
+    one_hot = jax.nn.one_hot(labels, CLASSES)
+    return -jnp.sum(one_hot * jax.lax.stop_gradient(log_p), -1) + 0 * jnp.sum(log_p, -1)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
-        half_the_label, of_other_logits, of_some_classes, of_two_labels, with_epsilon, probability,
-        several_caps, a_reciprocal, scale_of_each_class, with_smooth_labels, with_z_loss,
-        with_the_mean, soft_and_hard, brier, with_padded_classes,
+        without_the_label_s_gradient, without_the_gradient_of_log_p, half_the_label,
+        of_other_logits, of_some_classes, of_two_labels, with_epsilon, probability, several_caps,
+        a_reciprocal, scale_of_each_class, with_smooth_labels, with_z_loss, with_the_mean,
+        soft_and_hard, brier, with_padded_classes,
     ],
 )  # fmt: skip
 def test_losses_with_other_numbers(loss):

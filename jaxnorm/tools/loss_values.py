@@ -19,7 +19,9 @@ class Loss:
     Attributes:
       heads: the linear layer of the logits and, if there are two, the teacher's linear layer.
       rows: the arrays that are computed from the logits position by position.
-      draws: values of these arrays, for several logits, labels and weights.
+      draws: values of these arrays, for several logits, labels and weights. The last draw has the
+        values of the first one after each `stop_gradient`, although its logits are others. A loss
+        that has the right values, but other gradients, has other values there.
       logits, results: the values of arrays with a number for each class, and for each position.
     """
 
@@ -30,6 +32,11 @@ class Loss:
             random = np.random.default_rng(seed)
             given = {head.logits: self._given(head, random) for head in heads}
             self.draws.append(Draw(rows, given, {}, seed))
+        first, logits = self.draws[0], heads[0].logits
+        kept = {v for v in rows if v.made_by == "stop_gradient"} | {h.logits for h in heads}
+        with contextlib.suppress(UnknownError):
+            given = {v: first(v) for v in kept} | {logits: given[logits]}
+            self.draws.append(Draw(rows, given, first.drawn))
         for value in rows:
             with contextlib.suppress(UnknownError):
                 found = np.stack([draw(value).ravel() for draw in self.draws])
@@ -111,6 +118,9 @@ class Loss:
             if not (is_linear and any(agree(bias, vector) for vector in vectors)):
                 return None
         if np.ptp(scales) > _ROUNDING * abs(scales[0]):
+            inputs = self.draws[0].drawn.items()
+            if any(v.is_active and a.size == 1 for v, a in inputs):  # a scale has no gradient
+                return None
             options["logits_scale"] = "the scale"
         elif abs(scales[0] - 1) > _ROUNDING:
             options["logits_scale"] = f"{scales[0]:.7g}"
