@@ -3,7 +3,7 @@
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
-        [--rows "plain;auto*"] [--barriers saved] [--tiny]
+        [--rows "plain;auto*"] [--barriers saved] [--save FILE.csv] [--tiny]
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
@@ -13,12 +13,14 @@ begin with "maxtext" have MaxText's policies, and the linear loss.
 
 import argparse
 import concurrent.futures
+import csv
 import dataclasses
 import fnmatch
 import functools
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +29,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name as name
 
 import jaxnorm
-from benchmarks import language_models, models, training, variants
+from benchmarks import language_models, models, results, training, variants
 from benchmarks.language_models import Model, Params
 from benchmarks.variants import Array, rotated
 from jaxnorm.remat import regions
@@ -167,8 +169,8 @@ def _train_step(remat: Callable[..., Any], model: Model, state: Any, tokens: Arr
     return (optax.apply_updates(params, updates), moments), loss
 
 
-def measure(model: str, layers: str, rows: list[str]) -> None:
-    """Compile and time the rows, and print a line for each of them."""
+def measure(model: str, layers: str, rows: list[str], save: Path | None = None) -> None:
+    """Compile and time the rows, and print a line for each of them, or append it to a CSV file."""
     steps: dict[str, training.Step] = {}
     seconds: dict[str, float] = {}
     for row in rows:
@@ -206,6 +208,29 @@ def measure(model: str, layers: str, rows: list[str]) -> None:
             f"{losses[row]:.4f}  traced in {seconds[row]:.1f} s",
             flush=True,
         )
+    if save is not None:
+        device, commit = jax.devices()[0].device_kind, results.commit()
+        with save.open("a") as file:
+            for row, run in steps.items():
+                figures = f"{statistics.median(times[row]):.2f}", f"{run.temp_bytes / 1e9:.2f}"
+                origin = device, jax.__version__, commit
+                csv.writer(file).writerow([*origin, model, layers, row, *figures])
+
+
+_TITLES = {"llama-1b": "Llama 3.2 1B, 4 x 2048", "gpt2-small": "GPT-2 small, 16 x 1024"}
+
+
+def table(layers: str) -> str:
+    """Return a Markdown table of the committed results, with two columns for each model."""
+    with (results.RESULTS / "nvidia_h200" / "auto_remat.csv").open() as file:
+        found = [row for row in csv.DictReader(file) if row["layers"] == layers]
+    cells = {(row["row"], row["model"]): (row["ms"], row["temp_gb"]) for row in found}
+    header = ["", *(f"{title}: ms | temp GB" for title in _TITLES.values())]
+    lines = [header, ["---", *["---: | ---:"] * len(_TITLES)]]
+    for row in dict.fromkeys(row["row"] for row in found):
+        figures = (cells.get((row, model), ("-", "-")) for model in _TITLES)
+        lines.append([row, *(" | ".join(pair) for pair in figures)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
@@ -215,6 +240,7 @@ def main() -> None:
     parser.add_argument("--layers", default="scan,unrolled")
     parser.add_argument("--rows", default="*", help='such as "plain;auto*"')
     parser.add_argument("--barriers", default=regions.BARRIERS, help="saved, recomputed or none")
+    parser.add_argument("--save", type=Path, help="a CSV file, to which the results are appended")
     parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
     options = parser.parse_args()
     regions.BARRIERS = options.barriers
@@ -237,7 +263,7 @@ def main() -> None:
     print(jax.__version__, jax.devices()[0].device_kind, flush=True)
     for model in options.models.split(","):
         for layers in options.layers.split(","):
-            measure(model, layers, rows)
+            measure(model, layers, rows, options.save)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints tables of results, as README.md and the documentation show them.
+"""Prints tables of results.
 
 python -m benchmarks.tables                           the committed results
 python -m benchmarks.tables blocks compile            two of the tables
@@ -36,7 +36,7 @@ WORKLOADS: dict[str, type[Any]] = {
     "loss": LossWorkload,
 }
 _STEP = ("model", "remat", "layers", "dtype", "batch", "mesh")
-# The variants of models that the README compares.
+# The variants of models that `steps` compares.
 _COMPARED = (PLAIN, "jaxnorm-products")
 
 
@@ -191,7 +191,7 @@ def capacity(folders: Sequence[Path]) -> str:
 
 
 def steps(folders: Sequence[Path]) -> str:
-    """Return the README's table: scanned training steps in plain JAX and with all of jaxnorm."""
+    """Return a table of scanned training steps in plain JAX and with all of jaxnorm."""
     batches = _by_step(rows_of("capacity", folders))
     body = []
     for step, variants in _by_step(rows_of("training", folders)).items():
@@ -210,7 +210,7 @@ def steps(folders: Sequence[Path]) -> str:
 
 
 def compile_times(folders: Sequence[Path]) -> str:
-    """Return two tables of seconds to trace, lower and compile: operations, and training steps."""
+    """Return tables of seconds to trace, lower and compile: operations, and training steps."""
     rows = rows_of("compile", folders)
     by_op: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in rows:
@@ -236,7 +236,8 @@ def compile_times(folders: Sequence[Path]) -> str:
         if row["op"] in STEPS
     ]
     header_of_steps = ["training step", "functions", *(f"{part} s" for part in parts)]
-    return f"{table(header, body)}\n\n{table(header_of_steps, of_steps)}"
+    both = ((header, body), (header_of_steps, of_steps))
+    return "\n\n".join(table(*each) for each in both if each[1])
 
 
 # Maps the name of each table to its suite and to a function of the folders of results.

@@ -1,17 +1,16 @@
-"""Fused softmax, cross-entropy, LayerNorm and RMSNorm for JAX with small residuals for backward.
+"""jaxnorm makes training in JAX, Flax and equinox need less memory.
 
-Softmax and the norms save their output for the backward pass, not their input. A norm can be fused
-with the residual addition before or after it. The functions are drop-in replacements for the
-softmax functions and norms of :mod:`jax.nn` and Flax, and for optax's cross-entropy.
-``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax modules that use them.
+`auto_remat` lets any function save the least for its backward pass, and its norms, softmax, MLPs
+and linear losses store few arrays and run as GPU kernels. ``jaxnorm.linen``, ``jaxnorm.nnx`` and
+``jaxnorm.equinox`` have modules that use them, and convert existing models.
 """
 
 from jaxnorm.calls.backends import Choice
-from jaxnorm.operations.any_linear_loss import linear_loss
 from jaxnorm.operations.gated_linear import activation_linear, gated_linear
 from jaxnorm.operations.linear_loss import (
     linear_kl_divergence,
     linear_log_prob_and_entropy,
+    linear_loss,
     linear_softmax_cross_entropy,
 )
 from jaxnorm.operations.loss import (
@@ -33,6 +32,7 @@ from jaxnorm.operations.norm_rope import rms_norm_rope
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy
 from jaxnorm.remat.auto_remat import auto_remat
+from jaxnorm.remat.fit_memory import fit_memory
 from jaxnorm.tools.check_params import NormReport, ParamReport, check_params
 from jaxnorm.tools.memory_report import MemoryReport, memory_report
 from jaxnorm.tools.plan import Plan, implementation_for
@@ -51,6 +51,7 @@ __all__ = [
     "add_rms_norm",
     "auto_remat",
     "check_params",
+    "fit_memory",
     "gated_linear",
     "implementation_for",
     "kl_divergence",

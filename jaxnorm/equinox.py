@@ -3,7 +3,6 @@
 They save outputs instead of inputs for the backward pass.
 """
 
-import functools
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -463,7 +462,8 @@ def auto_remat[**P, T](fun: Callable[P, T], *, budget: int | float | None = None
       budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
 
     Returns:
-      A function with the signature and the results of ``fun``.
+      A function with the signature and the results of ``fun``. It is a module, whose arrays are
+      those of ``fun``.
 
     Raises:
       TypeError, ValueError: ``budget`` is not valid, as for :func:`jaxnorm.auto_remat`.
@@ -479,14 +479,27 @@ def auto_remat[**P, T](fun: Callable[P, T], *, budget: int | float | None = None
       >>> eqx.filter_grad(loss)(model, jnp.ones(4)).layers[0].weight.shape
       (8, 4)
     """
+    _auto_remat(fun, budget=budget)  # checks the arguments
+    wrapped: Any = eqx.module_update_wrapper(_AutoRemat(fun, budget))
+    return wrapped
 
-    def call(fun: Callable[..., T], args: Any, kwargs: Any) -> T:
-        return fun(*args, **kwargs)
 
-    remat = _auto_remat(call, budget=budget)
+class _AutoRemat(eqx.Module):
+    """A function with `auto_remat`. It is a module, so that it can be a layer of another module."""
 
-    @functools.wraps(fun)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return remat(fun, args, kwargs)
+    fun: Callable[..., Any]
+    budget: int | float | None = eqx.field(static=True)
 
-    return run
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fun
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _auto_remat(_call, budget=self.budget)(self.fun, args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return fun(*args, **kwargs)

@@ -495,7 +495,8 @@ def auto_remat(
     """Return a module class, or a function of a module, that saves as few arrays as possible.
 
     This is :func:`jaxnorm.auto_remat` for linen, as ``nn.remat`` is ``jax.checkpoint`` for it. All
-    variables and random numbers of the module are lifted.
+    variables and random numbers of the module are lifted. Parameters of modules without a ``name``
+    are called as with ``nn.remat``, such as ``"CheckpointDense_0"``.
 
     Args:
       target: a module class, or a function whose first argument is a module.
@@ -543,3 +544,8 @@ def _lifted(
         return remat(variables, rngs, *args, **kwargs)
 
     return lift.pack(inner, (True,), (True,), (True,), name="auto_remat", enable_kwargs=True)
+
+
+# linen derives names of modules from this name. Checkpoints of a model that uses `nn.remat` have
+# parameters of "CheckpointDense_0".
+_lifted.__name__ = "checkpoint"

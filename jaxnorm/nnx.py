@@ -506,7 +506,8 @@ def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) 
     batches and the state of random numbers, are propagated.
 
     Args:
-      f: a function of modules, arrays and other leaves.
+      f: a function of modules, variables, ``nnx.Rngs``, arrays and other leaves; or a module, or a
+        method of a module, whose variables are also differentiated.
       budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
 
     Returns:
@@ -526,19 +527,25 @@ def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) 
       >>> nnx.grad(jaxnorm.nnx.auto_remat(loss))(model, jnp.ones((2, 4))).kernel.shape
       (4, 8)
     """
+    of: Any = f
+    bound: list[Any] = []
+    if _is_module(f):
+        of, bound = type(f).__call__, [f]
+    elif _is_module(getattr(f, "__self__", None)):
+        of, bound = of.__func__, [of.__self__]
 
     def of_state(graph: Any, state: Any, leaves: list[Any], tree: Any) -> tuple[T, Any]:
         modules = nnx.merge(graph, state)
         found = iter(modules)
         every = [next(found) if leaf is None else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(tree, every)
-        return f(*args, **kwargs), nnx.state(modules)
+        return of(*args, **kwargs), nnx.state(modules)
 
     remat = _auto_remat(of_state, budget=budget, static_argnums=3)
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+        leaves, tree = jax.tree.flatten(((*bound, *args), kwargs), is_leaf=_is_module)
         modules = [leaf for leaf in leaves if _is_module(leaf)]
         graph, state = nnx.split(modules)
         rest = [None if _is_module(leaf) else leaf for leaf in leaves]
@@ -550,4 +557,5 @@ def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) 
 
 
 def _is_module(value: Any) -> bool:
-    return isinstance(value, nnx.Module)
+    """Return True for a module, a variable, or another object with variables, such as `Rngs`."""
+    return isinstance(value, (nnx.Pytree, nnx.Variable))

@@ -473,7 +473,7 @@ VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first"
 
 #: Public functions that have no derivatives, or whose first argument is a function.
 OTHERS = {
-    *("auto_remat", "check_params", "implementation_for"),
+    *("auto_remat", "check_params", "fit_memory", "implementation_for"),
     *("linear_loss", "memory_report", "remat_plan"),
 }
 

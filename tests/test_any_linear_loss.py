@@ -319,6 +319,85 @@ def test_kernels_run_on_chunks():
     assert kernels_in(jax.grad(loss, (0, 1)), x, weight) in (1, 2)
 
 
+# ----------------------------------------------------- jaxnorm losses that take the logits
+
+
+def bounded(cross_entropy):
+    """Return a function of x, weight, a slope and rows: bounded losses of some of the labels."""
+
+    def function(x, weight, slope, factors, labels, reduction="mean", chunk=5):
+        def fun(logits, label, factor):
+            loss = cross_entropy(logits, jnp.maximum(label, 0), label >= 0)
+            return factor * jnp.tanh(slope * loss)
+
+        rows = labels, factors
+        return linear_loss(fun, x, weight, *rows, reduction=reduction, chunk=chunk)
+
+    return function
+
+
+def ours_of_labels(logits, label, where):
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(logits, label, where=where)
+
+
+def plain_of_labels(logits, label, where):
+    return jnp.where(where, jax.nn.logsumexp(logits) - logits[label], 0)
+
+
+def of_labels(classes=CLASSES, dtype="float32"):
+    x, weight, *_, labels, where = operands(dtype, classes)
+    return x, weight, jnp.float32(0.4), normal(6, *ROWS), jnp.where(where, labels, -100)
+
+
+@each_reduction
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("classes", [CLASSES, 21])
+def test_a_loss_of_jaxnorm(reduction, dtype, classes):
+    """All gradients are right if a jaxnorm loss takes the logits, and its result is used again.
+
+    The function computes the labels and the mask of the loss. An array that it closes over, and one
+    of the rows, have gradients.
+    """
+    *floats, labels = of_labels(classes, dtype)
+
+    def of(function):
+        def total(*floats):
+            return jnp.sum(jnp.sin(function(*floats, labels, reduction=reduction)))
+
+        return jax.value_and_grad(total, (0, 1, 2, 3))
+
+    program, theirs = of(bounded(ours_of_labels)), of(bounded(plain_of_labels))
+    got = jax.jit(program)(*floats)
+    assert_computes(got, theirs, *floats, like=program)
+    assert [a.dtype for a in got[1]] == [a.dtype for a in floats]
+
+
+@each_reduction
+def test_other_derivatives_of_a_loss_of_jaxnorm(reduction):
+    """Forward mode, second order and `jax.vmap` have the results of plain JAX."""
+    *floats, labels = of_labels(21)
+    along = tuple(jnp.cos(a) for a in floats)
+
+    def of(function):
+        def total(*floats):
+            return function(*floats, labels, reduction=reduction)
+
+        def tangent(*floats):
+            return jax.jvp(total, floats, along)[1]
+
+        def second(*floats):
+            first = jax.grad(lambda *a: jnp.sum(jnp.sin(tangent(*a))), (0, 1, 2, 3))
+            x, weight, slope, factors = floats
+            of_batch = jax.vmap(total, (0, None, None, 0))
+            batch = of_batch(jnp.stack([x] * 2), weight, slope, jnp.stack([factors] * 2))
+            return tangent(*floats), first(*floats), batch
+
+        return second
+
+    program, theirs = of(bounded(ours_of_labels)), of(bounded(plain_of_labels))
+    assert_computes(jax.jit(program)(*floats), theirs, *floats, like=program)
+
+
 # ------------------------------------------------------------------------------- meshes
 
 LAYOUTS = [
@@ -348,6 +427,25 @@ def test_meshes(kind, layout, reduction):
     assert got[1][1].sharding.is_equivalent_to(sharded[1].sharding, 2)
     got = jax.tree.map(np.asarray, got)
     assert_computes(got, gradients(plain, reduction=reduction), *arrays, like=program)
+
+
+@eight_devices
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
+def test_meshes_of_a_loss_of_jaxnorm(kind, layout):
+    axis_type = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
+    of_x, of_weight = layout
+    arrays, rows = of_labels(), P(*of_x[:2])
+
+    def of(function):
+        return jax.value_and_grad(functools.partial(function, chunk=3), (0, 1, 2, 3))
+
+    with jax.set_mesh(mesh):
+        sharded = in_shards(arrays, mesh, (of_x, of_weight, P(), rows, rows))
+        got = jax.tree.map(np.asarray, jax.jit(of(bounded(ours_of_labels)))(*sharded))
+    program, theirs = of(bounded(ours_of_labels)), of(bounded(plain_of_labels))
+    assert_computes(got, theirs, *arrays, like=program)
 
 
 @eight_devices

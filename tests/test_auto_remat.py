@@ -2,8 +2,10 @@
 
 import collections
 import functools
+import html
 import importlib
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +245,44 @@ def test_arguments_and_results_of_all_kinds():
                 np.testing.assert_array_equal(a, b)
 
 
+def test_leaves_that_are_no_arrays():
+    """Strings and objects of NumPy are passed unchanged."""
+    names = np.array(["name", None], object)
+    f = auto_remat(lambda x, text, names: (jnp.sum(x**2), (text, names)))
+    gradient, (text, found) = jax.grad(f, has_aux=True)(X, np.str_("text"), names)
+    np.testing.assert_array_equal(gradient, 2 * X)
+    assert text == "text"
+    assert found is names
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_arrays_that_custom_rules_close_over(f, kind):
+    """The derivative has inputs that the function lacks."""
+    table = jnp.arange(1.0, COLS + 1) / COLS
+    if kind == "jvp":
+        rule = jax.custom_jvp(jnp.tanh)
+        rule.defjvp(lambda x, dx: (rule(*x), dx[0] * table * jnp.cos(x[0])))
+    else:
+        rule = jax.custom_vjp(jnp.tanh)
+        rule.defvjp(lambda x: (rule(x), table * jnp.sin(x)), lambda y, dy: (dy * y * table,))
+    assert_same_gradients(functools.partial(f, layer=lambda x, w: rule(layer(x, w))), W, X)
+
+
+@pytest.mark.parametrize("f", [scanned, unrolled])
+def test_vmaps_of_custom_rules(f):
+    """JAX has no batching rule for the linearised form of a `jax.custom_vjp` function."""
+    rule = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
+    rule.defvjp(lambda x, w: (rule(x, w), (x, w)), lambda xw, dy: (dy @ xw[1].T, xw[0].T @ dy))
+
+    def loss(remat, w, x):
+        of_rows = remat(functools.partial(f, layer=rule))
+        return jnp.sum(jax.vmap(of_rows, (None, 0))(w, jnp.stack([x, 2 * x])))
+
+    ours, plain = (jax.grad(functools.partial(loss, r), (0, 1)) for r in (auto_remat, lambda f: f))
+    assert_same(lambda: ours(W, X), lambda: plain(W, X))
+
+
 def test_results_that_are_constants():
     """A branch that returns a Python number has a literal among its results."""
 
@@ -438,65 +478,250 @@ def test_cuts_of_random_graphs(seed):
 # ----------------------------------------------------------------------------------- frameworks
 
 
-def test_nnx():
-    """Gradients, statistics and random numbers are those without `auto_remat`."""
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(COLS, COLS, rngs=rngs)
+        self.norm = nnx.BatchNorm(COLS, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.array(0))
 
-    class Block(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.linear = nnx.Linear(COLS, COLS, rngs=rngs)
-            self.norm = nnx.BatchNorm(COLS, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    def __call__(self, x, scale=1.0, name="text"):
+        self.calls[...] += 1
+        assert name == "text"
+        return x + scale * self.dropout(jax.nn.silu(self.norm(self.linear(x))))
 
-        def __call__(self, x, scale=1.0):
-            return x + scale * self.dropout(jax.nn.silu(self.norm(self.linear(x))))
+
+def nnx_loss(remat, block):
+    loss = remat(lambda block, x, scale, name: jnp.sum(block(x, scale, name) ** 2))
+    return nnx.grad(loss)(block, X, scale=2.0, name="text")
+
+
+def nnx_method(remat, block):
+    return nnx.grad(lambda block: jnp.sum(remat(block.__call__)(X, name="text") ** 2))(block)
+
+
+def nnx_module(remat, block):
+    return nnx.grad(lambda block: jnp.sum(remat(block)(X) ** 2))(block)
+
+
+def nnx_shared(remat, block):
+    """The block occurs twice in the arguments, inside of a dict and a list."""
+    loss = remat(lambda blocks, x: jnp.sum(blocks["b"][0](blocks["a"](x)) ** 2))
+    return nnx.grad(lambda block: loss({"a": block, "b": [block]}, X))(block)
+
+
+def nnx_rngs(remat, block):
+    """The state of random numbers and variables outside of modules also are propagated."""
+    rngs, factor, count = nnx.Rngs(1), nnx.Param(jnp.ones_like(X)), nnx.Variable(jnp.array(1))
+
+    def loss(factor, count, rngs, block):
+        count[...] += 1
+        return jnp.sum(block(factor[...] + X) * jax.random.bernoulli(rngs(), 0.5, X.shape))
+
+    gradient = nnx.grad(remat(loss))(factor, count, rngs, block)
+    return gradient, count[...], jax.random.uniform(rngs())
+
+
+def nnx_scanned(remat, _):
+    """The blocks are the layers of a scan."""
+    make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(NnxBlock))
+    blocks = make(nnx.Rngs(0))
+    scan = nnx.scan(remat(lambda block, x: block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    gradient = nnx.grad(lambda blocks: jnp.sum(scan(blocks, X) ** 2))(blocks)
+    return gradient, nnx.state(blocks, nnx.Not(nnx.RngState))
+
+
+@pytest.mark.parametrize(
+    "of", [nnx_loss, nnx_method, nnx_module, nnx_shared, nnx_rngs, nnx_scanned]
+)
+@pytest.mark.parametrize("budget", [None, 0.9])
+def test_nnx(of, budget):
+    """Gradients, statistics, counts and random numbers are those without `auto_remat`."""
 
     def run(remat):
-        block = Block()
-        loss = remat(lambda block, x, scale, name: jnp.sum(block(x, scale) ** 2))
-        gradients = nnx.grad(loss)(block, X, scale=2.0, name="text")
-        return jax.tree.leaves((gradients, nnx.state(block, nnx.Not(nnx.RngState))))
+        block = NnxBlock(nnx.Rngs(0))
+        gradients = of(remat, block)
+        state = nnx.state(block, nnx.Not(nnx.RngState))
+        return jax.tree.leaves((gradients, state, jax.random.uniform(block.dropout.rngs())))
 
     # Outside of `jax.jit`, each operation runs alone, so that recomputed values are the same.
-    for a, b in zip(run(jaxnorm.nnx.auto_remat), run(lambda f: f), strict=True):
+    ours = run(functools.partial(jaxnorm.nnx.auto_remat, budget=budget))
+    for a, b in zip(ours, run(lambda f: f), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_linen():
-    class Block(linen.Module):
+def test_nnx_in_a_training_step():
+    graph, state = nnx.split(NnxBlock(nnx.Rngs(0)))
+
+    def run(remat):
+        block = nnx.merge(graph, jax.tree.map(jnp.asarray, state))
+
+        @nnx.jit
+        def step(block, x):
+            loss, gradients = nnx.value_and_grad(remat(lambda b, x: jnp.sum(b(x) ** 2)))(block, x)
+            weights = nnx.state(block, nnx.Param)
+            nnx.update(block, jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients))
+            return loss
+
+        losses = [step(block, X) for _ in range(2)]
+        return [*losses, block.norm.mean[...], block.calls[...]]
+
+    assert_same(lambda: run(jaxnorm.nnx.auto_remat), lambda: run(lambda f: f))
+
+
+class LinenBlock(linen.Module):
+    def setup(self):
+        self.dense = linen.Dense(COLS)
+        self.norm = linen.BatchNorm()
+        self.dropout = linen.Dropout(0.5)
+
+    def __call__(self, x, train=True):
+        y = jax.nn.silu(self.norm(self.dense(x), use_running_average=not train))
+        return x + self.dropout(y, deterministic=not train)
+
+    def embed(self, x, train):
+        self.sow("intermediates", "x", x)
+        return jnp.tanh(self.dense(x)) if train else x
+
+
+def of_class(remat):
+    return remat(LinenBlock, static_argnums=2)(), {}
+
+
+def of_methods(remat):
+    block = remat(LinenBlock, static_argnums=(2,), methods=["__call__", "embed"])
+    return block(), {"method": "embed"}
+
+
+def of_function(remat):
+    class Net(linen.Module):
+        def setup(self):
+            self.block = LinenBlock()
+
+        def __call__(self, x, train):
+            def run(net, x, train):
+                return jnp.sin(net.block(x, train)) * net.block.embed(x, train)
+
+            return remat(run, static_argnums=2)(self, x, train)
+
+    return Net(), {}
+
+
+def of_scan(remat, is_inside=True):
+    class Layer(linen.Module):
         @linen.compact
         def __call__(self, x, train):
-            y = linen.BatchNorm(use_running_average=not train)(linen.Dense(COLS)(x))
-            y = linen.Dropout(0.5, deterministic=not train)(linen.Dense(COLS)(jax.nn.silu(y)))
-            return x + y
+            return LinenBlock()(x, train), None
 
-    remat = jaxnorm.linen.auto_remat(Block, static_argnums=2)
-    variables = remat().init(jax.random.key(0), X, False)
+    def scan(layer):
+        axes = {"params": 0, "batch_stats": 0}
+        split = {"params": True, "dropout": True}
+        return linen.scan(layer, axes, split_rngs=split, in_axes=linen.broadcast, length=LAYERS)
 
-    def run(block):
+    def both(target, **_):
+        return remat(target, static_argnums=2)
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x, train):
+            layers = scan(both(Layer)) if is_inside else both(scan(Layer))
+            return layers(name="layers")(x, train)[0]
+
+    return Net(), {}
+
+
+def of_the_whole_scan(remat):
+    return of_scan(remat, is_inside=False)
+
+
+@pytest.mark.parametrize("of", [of_class, of_methods, of_function, of_scan, of_the_whole_scan])
+@pytest.mark.parametrize("budget", [None, 0.9])
+def test_linen(of, budget):
+    """Gradients, statistics, sown arrays and random numbers are those without `auto_remat`."""
+
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = of(lambda target, **_: target)[0].init(rngs, X, True)
+
+    def run(remat):
+        module, options = of(remat)
+
         def loss(params):
-            rngs = {"dropout": jax.random.key(1)}
             given = {**variables, "params": params}
-            y, state = block().apply(given, X, True, mutable=["batch_stats"], rngs=rngs)
+            collections = ["batch_stats", "intermediates"]
+            y, state = module.apply(given, X, True, mutable=collections, rngs=rngs, **options)
             return jnp.sum(y**2), state
 
         return jax.tree.leaves(jax.grad(loss, has_aux=True)(variables["params"]))
 
-    assert_same(lambda: run(remat), lambda: run(Block))
-    plain = Block().init(jax.random.key(0), X, False)
-    assert jax.tree.map(jnp.shape, plain) == jax.tree.map(jnp.shape, variables)
+    ours = run(functools.partial(jaxnorm.linen.auto_remat, budget=budget))
+    for a, b in zip(ours, run(lambda target, **_: target), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
-def test_equinox():
+def test_linen_parameters_are_those_of_nn_remat():
+    def variables(remat):
+        block = linen.Sequential([remat(linen.Dense)(COLS, name="first"), remat(LinenBlock)()])
+        return block.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+    ours, theirs = variables(jaxnorm.linen.auto_remat), variables(linen.remat)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert jaxnorm.linen.auto_remat(linen.Dense).__name__ == linen.remat(linen.Dense).__name__
+
+
+@pytest.mark.parametrize("budget", [None, 0.9])
+@pytest.mark.parametrize("place", ["model", "loss", "layers"])
+def test_equinox(place, budget):
+    """Gradients and statistics are those without `auto_remat`, also if the layers are wrapped."""
     eqx = pytest.importorskip("equinox")
-    auto = importlib.import_module("jaxnorm.equinox").auto_remat
-    mlp = eqx.nn.MLP(COLS, COLS, COLS, 2, key=jax.random.key(0))
+    auto = functools.partial(importlib.import_module("jaxnorm.equinox").auto_remat, budget=budget)
+
+    class Block(eqx.Module):
+        linear: eqx.Module
+        norm: eqx.nn.BatchNorm
+        dropout: eqx.nn.Dropout
+
+        def __init__(self, remat):
+            self.linear = remat(eqx.nn.Linear(COLS, COLS, key=jax.random.key(0)))
+            self.norm = eqx.nn.BatchNorm(COLS, axis_name="batch", mode="batch")
+            self.dropout = eqx.nn.Dropout(0.5)
+
+        def __call__(self, x, state, key):
+            y, state = self.norm(jnp.sin(self.linear(x)), state)
+            return x + self.dropout(jax.nn.silu(y), key=key), state
 
     def run(remat):
-        loss = eqx.filter_grad(lambda mlp: jnp.sum(jax.vmap(remat(mlp))(X) ** 2))
-        return jax.tree.leaves(loss(mlp))
+        of = {p: remat if p == place else lambda f: f for p in ("model", "loss", "layers")}
+
+        @of["loss"]
+        def loss(model, state, x, keys):
+            mapped = jax.vmap(of["model"](model), (0, None, 0), (0, None), axis_name="batch")
+            y, state = mapped(x, state, keys)
+            return jnp.sum(y**2), state
+
+        model, state = eqx.nn.make_with_state(Block)(of["layers"])
+        keys = jax.random.split(jax.random.key(1), ROWS)
+        gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
+        return jax.tree.leaves(gradients(model, state, X, keys))
 
     assert_same(lambda: run(auto), lambda: run(lambda f: f))
+
+
+def test_equinox_methods():
+    eqx = pytest.importorskip("equinox")
+    auto = importlib.import_module("jaxnorm.equinox").auto_remat
+
+    class Layer(eqx.Module):
+        w: jax.Array
+
+        @auto
+        def __call__(self, x):
+            return jnp.sum(jax.nn.silu(x @ self.w) * jnp.sin(x))
+
+    gradient = eqx.filter_grad(lambda layer: layer(X))(Layer(W[0]))
+    plain = jax.grad(lambda w: jnp.sum(jax.nn.silu(X @ w) * jnp.sin(X)))
+    assert_same(lambda: gradient.w, lambda: plain(W[0]))
+    with pytest.raises(ValueError, match=r"^jaxnorm.auto_remat: budget=-1"):
+        auto(Layer(W[0]), budget=-1)
 
 
 # ----------------------------------------------------------------------------------- more plans
@@ -549,13 +774,129 @@ def test_a_loop_inside_of_a_layer():
     assert_same_gradients(f, W, X, remat=remat)
 
 
-def test_a_printed_plan():
-    plan = jaxnorm.remat_plan(scanned, W, X)
+def assert_fits(plan):
+    """Assert that a plan is printed in 45 lines of 100 characters, also in notebooks."""
     lines = str(plan).splitlines()
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 100
-    assert any("checkpoint_name" in line for line in lines)
-    assert str(plan).splitlines()[0] in plan._repr_html_()
+    shown = plan._repr_html_()
+    assert shown.startswith("<pre>")
+    assert html.unescape(shown.removeprefix("<pre>").removesuffix("</pre>")) == str(plan)
+
+
+@pytest.mark.parametrize("budget", [None, 0.2])
+@pytest.mark.parametrize("is_scan", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("name", remat_models.LAYERS)
+def test_printed_plans_of_models(name, is_scan, budget):
+    plan = jaxnorm.remat_plan(
+        model(remat_models.LAYERS[name][0], is_scan), *arguments_of_models(), budget=budget
+    )
+    assert_fits(plan)
+    if name == "llama" and budget is None:
+        _, by_hand = str(plan).split("the same by hand: ")
+        text = re.sub(r" +remat_models.py:\d+ +", "", by_hand)
+        for line in (
+            'q = checkpoint_name(q, "q")',
+            'k = checkpoint_name(k, "k")',
+            'checkpoint_name(attention(q, k, v), "attention")',
+            'checkpoint_name(dense(y, p["gate"]), "gate")',
+            'checkpoint_name(dense(y, p["up"]), "up")',
+        ):
+            assert line in text.splitlines()
+        assert "save_only_these_names(" in text
+
+
+_LOSS = """
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+def dense(x, w):
+    return x @ w
+
+def normed(x):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True))
+
+def loss(w, x):
+    h = dense(normed(x), w[0])
+    a, b = dense(jnp.sin(h), w[1]), h[:, :4] @ w[0][:4]
+    y = jax.nn.silu(a) * jnp.tanh(b)
+    y += dense(normed(y), w[2])
+    return jnp.sum(dense(jnp.cos(y), w[0]) ** 2)
+"""
+
+
+def test_lines_of_a_plan_save_the_same_arrays(tmp_path):
+    """The source code with the lines of a plan saves the same bytes, and has the same gradient."""
+    file = tmp_path / "loss.py"
+
+    def loss_of(text):
+        file.write_text(text)
+        scope = {}
+        exec(compile(text, file, "exec"), scope)
+        return scope["loss"]
+
+    plan = jaxnorm.remat_plan(loss_of(_LOSS), W, X)
+    assert_fits(plan)
+    by_hand = str(plan).split("the same by hand: ")[1]
+    changed = _LOSS.splitlines()
+    names = []
+    for number, target, inner, name in re.findall(
+        r"loss\.py:(\d+) +(?:(\w+) = )?checkpoint_name\((.+), \"(\w+)\"\)", by_hand
+    ):
+        line = int(number) - 1
+        names.append(name)
+        if target:
+            assert inner == target
+            indent = len(changed[line]) - len(changed[line].lstrip())
+            changed[line] += f"\n{' ' * indent}{target} = checkpoint_name({inner}, {name!r})"
+        else:
+            place = f"checkpoint_name({inner}, {name!r})"
+            assert inner in changed[line]
+            changed[line] = changed[line].replace(inner, place)
+    assert len({*names}) == len(names) == 5
+    assert all(f'"{name}"' in by_hand.split("policy = ")[1] for name in names)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    f = jax.checkpoint(loss_of("\n".join(changed)), policy=policy)
+    assert jaxnorm.memory_report(f, W, X).total == plan.total
+    assert_same(lambda: jax.grad(f)(W, X), lambda: jax.grad(loss_of(_LOSS))(W, X))
+
+
+class Axes:
+    """Axes of matplotlib, which record their curves and labels."""
+
+    def __init__(self):
+        self.curves, self.labels, self.has_legend = [], [], False
+
+    def plot(self, x, y, *args, **kwargs):
+        self.curves.append((x, y))
+
+    def set_xlabel(self, label):
+        self.labels.append(label)
+
+    set_ylabel = set_xlabel
+
+    def legend(self):
+        self.has_legend = True
+
+
+def test_a_plot_of_the_frontier():
+    plan = jaxnorm.remat_plan(scanned, W, X)
+    axes = Axes()
+    assert plan.plot(axes) is axes
+    (sizes, shares), ((size,), (share,)) = axes.curves
+    assert [p.bytes for p in plan.frontier] == [2**20 * mib for mib in sizes]
+    np.testing.assert_array_equal(shares, [100 * p.recompute for p in plan.frontier])
+    assert (size, share) == (plan.total / 2**20, 100 * plan.recompute)
+    assert axes.labels == ["saved MiB", "recomputation, % of both passes"]
+    assert axes.has_legend
+
+
+def test_a_plot_with_matplotlib():
+    pytest.importorskip("matplotlib").use("Agg")
+    axes = jaxnorm.remat_plan(scanned, W, X).plot()
+    assert len(axes.lines) == 2
+    assert axes.get_xlabel() == "saved MiB"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -102,13 +102,11 @@ def table_of_files() -> str:
     return "\n".join(lines).strip()
 
 
-def test_the_page_of_the_structure_lists_each_file():
-    """docs/structure.md lists each file.
-
-    If this test fails, replace the page's table by the table that the failure shows.
-    """
-    page = (ROOT / "docs" / "structure.md").read_text()
-    assert page.partition("## Files\n")[2].strip() == table_of_files()
+def test_each_file_has_a_docstring():
+    """Run as a program, this file lists all files, as docs/structure.md says."""
+    lines = [line for line in table_of_files().splitlines() if line.startswith("- ")]
+    assert len(lines) > 100
+    assert not [line for line in lines if line.endswith(": ")]
 
 
 def test_only_public_modules_are_at_the_top():
@@ -120,3 +118,7 @@ def test_a_file_of_tests_has_a_name_of_its_own():
     """No two test files have the same name, because pytest identifies a file by its name only."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py")]
     assert len(names) == len({*names})
+
+
+if __name__ == "__main__":
+    print(table_of_files())

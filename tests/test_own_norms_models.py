@@ -52,7 +52,7 @@ def tunix(name):
     return importlib.import_module(f"tunix.models.{name}.model")
 
 
-# The functions that docs/flax.md shows.
+# The functions that docs/adopt.md shows.
 
 
 def qwen_norm(norm, x):

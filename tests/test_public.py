@@ -55,7 +55,7 @@ def test_signatures_name_types(name):
     for part in ("numpy", "StandsForArray", "SupportsDType"):
         assert part not in shown
     expected = {"check_params": "dtype: DTypeLike", "implementation_for": "dtype: DTypeLike"}
-    if name not in ("auto_remat", "memory_report", "remat_plan"):
+    if name not in ("auto_remat", "fit_memory", "memory_report", "remat_plan"):
         assert expected.get(name, ": ArrayLike") in shown
 
 

@@ -1,5 +1,6 @@
 """The Python blocks of the README and the docs run; all blocks of a page form one program."""
 
+import csv
 import pkgutil
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import pytest
 
 import jaxnorm
+from benchmarks import auto_remat
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,8 +57,8 @@ def test_the_pages_have_examples():
 
     `without` lists the pages without examples.
     """
-    without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
-    without |= {"results", "structure", "testing"}
+    without = {"benchmarks", "correctness", "errors", "replaces", "results"}
+    without |= {"structure", "testing"}
     assert {page.stem for page in PAGES if not blocks(page)} == without
     assert sum(len(blocks(page)) for page in PAGES) >= 30
 
@@ -89,7 +91,43 @@ def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def measured_steps() -> set[tuple[str, str]]:
+    """Return pairs: the milliseconds and the GB of temporary memory of each step on the H200."""
+    folder = ROOT / "benchmarks/results/nvidia_h200"
+    with (folder / "auto_remat.csv").open(encoding="utf-8") as file:
+        steps = {(float(r["ms"]), float(r["temp_gb"])) for r in csv.DictReader(file)}
+    with (folder / "training.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    steps |= {(float(r["ms"]), float(r["temp_bytes"]) / 1e9) for r in rows}
+    return {(f"{ms:.1f}", f"{gb:.1f}") for ms, gb in steps}
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "least"),
+    [("README.md", "| your layers are |", 8), ("docs/results.md", "| layers, remat |", 5)],
+)
+def test_training_steps_have_committed_figures(page, header, least):
+    """In each row, columns with milliseconds and with GB alternate; a → b stands for two steps."""
+    _, _, table = (ROOT / page).read_text(encoding="utf-8").partition(header)
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) >= least
+    for row in rows:
+        cells = [cell.split(" → ") for cell in re.findall(r"(?<=\| )[\d.→ ]+(?= \|)", row)]
+        steps = [pair for ms, gb in zip(*[iter(cells)] * 2) for pair in zip(ms, gb, strict=True)]
+        assert steps
+        assert {*steps} <= measured_steps(), row
+
+
+def test_the_docs_are_short():
+    """The pages have at most 38,000 words, and the index links each of them."""
+    pages = [page for page in PAGES if page.parent == ROOT / "docs"]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    assert sum(len(text.split()) for text in texts) <= 38_000
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert [page for page in pages if page.stem != "index" and f"]({page.name})" not in index] == []
 
 
 def test_pages_say_that_linear_losses_return_the_mean():
@@ -104,3 +142,9 @@ def test_pages_say_that_linear_losses_return_the_mean():
         for name in of_page:
             found = [row for row in rows if row.startswith("|") and f"`{name}" in row]
             assert any("the mean; masks and weights go into `where=`" in row for row in found), page
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+def test_figures_of_auto_remat_are_those_of_committed_results(layers):
+    table = auto_remat.table(layers)
+    assert table in (ROOT / "docs" / "auto_remat.md").read_text()

@@ -70,6 +70,22 @@ def assert_recipe(name, plain, params, *arguments, magnified=1.0, **options):
     assert_close(ours, jax.value_and_grad(plain)(params), magnified)
 
 
+def normalised(n, scale):
+    rstd = jax.lax.rsqrt(jnp.mean(n**2, axis=-1, keepdims=True) + 1e-6)
+    return scale * n * rstd
+
+
+def plain_delta_net(x, gate, scale):  # x: (batch, length, heads, d), scale: (d,)
+    y = normalised(x.astype(jnp.float32), scale).astype(x.dtype)
+    return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+def plain_mamba2(x, gate, scale, groups):  # x: (batch, length, d), scale: (d,)
+    gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+    by_group = gated.reshape(*x.shape[:-1], groups, -1)
+    return normalised(by_group, scale.reshape(groups, -1)).reshape(x.shape).astype(x.dtype)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_norms_with_a_gate(groups):
     """The recipes for gated norms have the results of plain JAX.
@@ -83,12 +99,27 @@ def test_norms_with_a_gate(groups):
         return y, *pullback(jnp.cos(y))
 
     x, gate, scale = normal(0, *shape), normal(1, *shape), 1 + 0.1 * normal(2, WIDTH)
-    ours, plain = blocks["delta_net"], blocks["plain_delta_net"]
-    assert_close(both(ours, x, gate, scale), both(plain, x, gate, scale))
+    assert_close(both(blocks["delta_net"], x, gate, scale), both(plain_delta_net, x, gate, scale))
     x, gate = (a.reshape(2, 16, -1) for a in (x, gate))
     arrays = x, gate, 1 + 0.1 * normal(2, 4 * WIDTH)
-    ours, plain = blocks["mamba2"], blocks["plain_mamba2"]
-    assert_close(both(ours, *arrays, groups=groups), both(plain, *arrays, groups=groups))
+    ours = both(blocks["mamba2"], *arrays, groups=groups)
+    assert_close(ours, both(plain_mamba2, *arrays, groups=groups))
+
+
+def test_arrays_that_a_gated_norm_saves():
+    """docs/blocks.md says how many arrays of x's shape a layer saves, and how many in plain JAX."""
+    weights = {name: jnp.ones((64, 256), jnp.bfloat16) for name in ("x", "gate")}
+    weights |= {"scale": jnp.ones(256, jnp.bfloat16), "out": jnp.ones((256, 64), jnp.bfloat16)}
+    inputs = jnp.ones((1024, 64), jnp.bfloat16)
+
+    def saved(norm):
+        def layer(weights, inputs):
+            y = norm(inputs @ weights["x"], inputs @ weights["gate"], weights["scale"])
+            return (y @ weights["out"]).sum()
+
+        return round(jaxnorm.memory_report(layer, weights, inputs).total / (1024 * 256 * 2))
+
+    assert (saved(page("blocks")["delta_net"]), saved(plain_delta_net)) == (3, 17)
 
 
 def test_a_block_of_a_diffusion_transformer():
@@ -111,7 +142,7 @@ def test_a_block_of_a_diffusion_transformer():
 
 
 def test_what_to_take_where_a_norm_in_its_place_is_slower():
-    use, x = page("use"), normal(0, 8, 16, WIDTH)
+    use, x = page("comparison"), normal(0, 8, 16, WIDTH)
     scales, biases = 1 + 0.1 * normal(1, 2, 8, 1, WIDTH), normal(2, 2, 8, 1, WIDTH)
     pairs = [*zip(scales, biases)]
     by_hand = [jaxnorm.layer_norm(x) * (1 + scale) + bias for scale, bias in pairs]
@@ -500,11 +531,11 @@ def test_what_the_top_k_loss_leaves_out():
 
 
 def test_a_norm_class_of_a_model_s_own_in_bfloat16():
-    """With float32 parameters, the conversion of docs/flax.md frees memory."""
+    """With float32 parameters, the conversion of docs/adopt.md frees memory."""
     from flax import linen
 
-    flax = page("flax")
-    kind, function = flax["LlamaRMSNorm"], flax["rms_norm"]
+    adopt = page("adopt")
+    kind, function = adopt["LlamaRMSNorm"], adopt["rms_norm"]
     layers = [linen.Dense(512, dtype="bfloat16"), kind(dtype=jnp.bfloat16)]
     model = linen.Sequential([*layers, linen.Dense(8, dtype="bfloat16")])
     x = normal(0, 256, 64).astype("bfloat16")
@@ -514,7 +545,7 @@ def test_a_norm_class_of_a_model_s_own_in_bfloat16():
         return jaxnorm.memory_report(lambda p: model.apply(p, x).astype("float32").sum(), params)
 
     before = report()
-    with flax["jaxnorm"].linen.converted(calls={kind: function}):
+    with adopt["jaxnorm"].linen.converted(calls={kind: function}):
         after = report()
     assert after.total < before.total
     assert after.total - after.saves <= before.total - before.saves

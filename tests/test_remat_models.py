@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import reference
+from test_models import CONFIGURATIONS, hugging_face, transformers
 
 import jaxnorm
 from benchmarks.remat_models import measure, policies
@@ -14,6 +15,7 @@ from benchmarks.remat_models.__main__ import PAGE
 from benchmarks.remat_models.measure import CASES
 from benchmarks.remat_models.policies import POLICIES
 
+__all__ = ["transformers"]  # a fixture
 # Models whose plans take less than three seconds.
 QUICK = ("GPT-2", "Llama 3.2 1B", "Qwen 3 8B", "Mixtral 8x7B")
 
@@ -80,3 +82,28 @@ def test_saved_activations(name):
     activations, matrices = measure.per_layer(CASES[name].of_layers, jaxnorm.auto_remat)
     assert activations <= CASES[name].goal
     assert matrices <= measure.MATRICES
+
+
+@pytest.mark.models
+@pytest.mark.filterwarnings("ignore")  # Old packages cause warnings.
+@pytest.mark.parametrize("name", [*CONFIGURATIONS])
+def test_hugging_face(transformers, name):
+    """The models are unchanged: layers are unrolled, and attention is in plain JAX."""
+    tokens = jax.random.randint(jax.random.key(0), (8, 16), 0, 64)
+
+    def gradient(dtype, remat):
+        model = hugging_face(transformers, name, dtype)
+
+        def loss(params):
+            return jnp.sum(jnp.sin(model(tokens, params=params).last_hidden_state))
+
+        return remat(loss), jax.jit(jax.grad(remat(loss))), model.params
+
+    ours, of_ours, params = gradient("float32", jaxnorm.auto_remat)
+    plain, of_plain, _ = gradient("float32", lambda f: f)
+    with jax.enable_x64(True):
+        expected = gradient("float64", lambda f: f)[1](double(params))
+    reference.assert_as_accurate(of_ours(params), of_plain(params), expected)
+    assert not measure.operations(of_ours, params) - measure.operations(of_plain, params)
+    sizes = [jaxnorm.memory_report(f, params).total for f in (ours, plain)]
+    assert sizes[0] < sizes[1] / 2

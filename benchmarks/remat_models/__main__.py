@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "auto_remat.md"
 
 
 def main() -> None:
-    """Print the tables, and write them if the command line asks for it."""
+    """Print the tables, and write them into the docs if ``--write`` is given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="update the tables of the docs")
     text = PAGE.read_text()

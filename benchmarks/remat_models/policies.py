@@ -1,4 +1,4 @@
-"""What a layer of Llama saves with MaxText's policies, and with auto_remat in as many bytes."""
+"""Saved bytes of a layer of Llama with MaxText's policies, and with auto_remat in as many bytes."""
 
 import dataclasses
 from collections.abc import Callable

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -83,6 +83,45 @@ def accumulators() -> Any:
     return None
 
 
+def batch_custom_vjps() -> None:
+    """Let JAX batch the linearised form of a `jax.custom_vjp` function.
+
+    JAX batches such a function before it linearises it, so its linearised form, the primitive
+    `custom_lin`, has no batching rule. If `auto_remat` is inside of `jax.vmap`, which is inside of
+    `jax.grad`, its linear program is batched. If JAX lacks an API that the rule needs, JAX raises
+    an error for such a program (``can't apply forward-mode autodiff``).
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import core
+        from jax._src.interpreters import ad, batching
+
+        def batch(
+            axis: Any,
+            operands: Any,
+            dims: Any,
+            *,
+            num_res: int,
+            bwd: Any,
+            out_avals: Any,
+            in_zeros: Any,
+            **static: Any,
+        ) -> Any:
+            moving = iter(dims[num_res:])
+            targets = [0 if is_zero else next(moving) for is_zero in in_zeros]
+            given = [*dims[:num_res], *[0] * len(out_avals)]
+            more: Any = () if jax.__version_info__ < (0, 12) else (lambda: num_res, "custom_vjp")
+            static |= {"num_res": num_res, "in_zeros": in_zeros}
+            static["bwd"] = batching.batch_custom_vjp_bwd(
+                bwd, core.TraceTag(), axis, lambda: given, targets, *more
+            )
+            size, sharding = axis.size, axis.explicit_mesh_axis
+            avals = tuple(core.unmapped_aval(size, 0, a, sharding) for a in out_avals)
+            results = ad.custom_lin_p.bind(*operands, out_avals=avals, **static)
+            return results, [0] * len(results)
+
+        batching.fancy_primitive_batchers[ad.custom_lin_p] = batch
+
+
 def is_in_a_loop() -> bool:
     """Return True if JAX traces the body of a loop, such as `jax.lax.scan`, at the moment.
 
@@ -116,3 +155,15 @@ def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | 
 
         return remat.rules, remat.remat_transform, checkpoint_name_fwd
     return None
+
+
+def raw_frames(equation: Any) -> list[tuple[CodeType, int]]:
+    """Return the code objects in which an equation was traced, and positions in their bytecode.
+
+    The innermost one comes first. If JAX lacks the method, the result is empty, and a printed plan
+    of `remat_plan` has no lines with names of arrays.
+    """
+    trace = equation.source_info.traceback
+    with contextlib.suppress(AttributeError):
+        return [*zip(*trace.raw_frames())]
+    return []

@@ -56,7 +56,7 @@ def gated_linear(
     product: Product | None = None,
     out_sharding: Sharding | None = None,
 ) -> jax.Array:
-    r"""Second half of a gated MLP (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
+    r"""The down projection of a gated MLP (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
 
     .. math::
       y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}

@@ -1,21 +1,43 @@
-"""The linear losses and the linear divergence, and the checks of their arguments."""
+"""The functions that compute losses of a linear layer's outputs without storing all logits.
 
-import math
+The function `fun` that the user passes to `linear_loss` computes the results of one position from
+its logits. It is traced once, and the arrays that it closes over become operands. A pass runs it
+under `jax.vmap` on the logits of one chunk of rows. If `fun` passes the logits to a jaxnorm loss,
+and to nothing else, a chunk takes the same steps as in the function that is made for this loss,
+such as `linear_softmax_cross_entropy`::
+
+    logits = x @ W + b                            for one chunk of rows
+    z      = logits, or the results of the loss
+    y      = fun(z, *rows)
+    dz, drows, dshared = vjp(fun)(dy)             dshared: gradients of what `fun` closes over
+    dlogits = dz, or the gradient of the loss     in the dtype of the matmul
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr  # type: ignore[attr-defined]
 
+from jaxnorm.calls.call import Call
+from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, linear_loss_primitive, scales
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.linear_loss_call import (
+    OF_LOGITS,
     Function,
     LinearLossCall,
+    Program,
     Reduction,
-    check_implementation,
+    chunk_rows,
+    is_inexact,
+    loss_of_rows,
+    matmul_dtypes,
 )
-from jaxnorm.operations.loss import check_numbers, counted, softcap, weighted
+from jaxnorm.operations.loss import checked_labels, counted, loss_call, masks, weighted
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
@@ -137,204 +159,17 @@ def linear_softmax_cross_entropy(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    checks.one_of(NAME, "reduction", reduction, get_args(Reduction))
-    return _of_linear_logits(
+    layer = _layer(NAME, x, weight, bias, dtype)
+    return _of_loss(
         NAME,
-        (x, weight, labels, bias, where),
-        logits_scale,
-        logit_softcap,
-        chunk,
-        dtype,
-        implementation,
-        reduction=reduction,
-        label_smoothing=checks.number(
-            NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1
-        ),
-        z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
-    )[0]
-
-
-def _of_linear_logits(
-    function: Function,
-    operands: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
-    logits_scale: ArrayLike,
-    logit_softcap: float | None,
-    chunk: int | None,
-    dtype: DTypeLike | None,
-    implementation: Name | None,
-    **options: Any,
-) -> list[jax.Array]:
-    """Check the arguments of a public function that takes labels, and return its results.
-
-    `operands` are x, weight, labels, bias and where. `options` are further fields of
-    `LinearLossCall`.
-    """
-    x, weight, labels, bias, where = operands
-    x = checks.float_array(function, "x", x)
-    weight = checks.float_array(function, "weight", weight)
-    if x.ndim and weight.ndim == 2:
-        logits = (*x.shape[:-1], weight.shape[1])
-        checks.not_one_hot(function, labels, logits, (len(logits) - 1,))
-    labels = checks.integer_array(function, "labels", labels)
-    is_several = function == _LOG_PROB and labels.ndim == x.ndim
-    check_shapes(function, x, weight)
-    _check_labels(function, x, weight, labels, is_several=is_several)
-    arrays = [x, weight]
-    if bias is not None:
-        arrays.append(bias_array(function, "bias", bias, weight))
-    arrays.append(labels)
-    options |= {"has_bias": bias is not None, "several": is_several}
-    head = _call_of(function, chunk, logit_softcap, dtype, implementation, **options)
-    wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
-    scale = scales.of_logits(function, logits_scale, x.shape[:-1], wide)
-    has_scale = scale.array is not None
-    head = head.replaced(logits_scale=scale.number, has_scale=has_scale)
-    check_numbers(function, wide, head)
-    weights = None
-    if where is not None:
-        array, of_classes = _where(head, where, x, weight)
-        head = head.replaced(has_where=not of_classes, has_mask=of_classes)
-        if function == _LOG_PROB and array.dtype != bool:
-            # The primitive's results are also residuals, and the derivative needs them before they
-            # are multiplied by the weights. So the primitive does not take the weights, but a mask
-            # of the positions with a nonzero weight. The code below multiplies the results of the
-            # primitive by the weights.
-            weights, array = array, counted(array)
-        arrays.append(array)
-    if scale.array is not None:
-        arrays.append(scale.array)
-    check_implementation(head, x, weight)
-    results = linear_loss_primitive.bind(head, *arrays)
-    if weights is None:
-        return results
-    of_labels = weights[..., None] if is_several else weights
-    return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
-
-
-def bias_array(function: str, name: str, value: ArrayLike, weight: jax.Array) -> jax.Array:
-    """Convert a bias to an array, and check that it has an element for each class of `weight`."""
-    bias = checks.float_array(function, name, value)
-    why = f"a number for each class of weight {weight.shape}"
-    checks.same_shape(function, name, bias.shape, weight.shape[1:], why)
-    return bias
-
-
-def _call_of(
-    function: Function,
-    chunk: int | None,
-    logit_softcap: float | None,
-    dtype: DTypeLike | None,
-    implementation: Name | None,
-    **options: Any,
-) -> LinearLossCall:
-    """Check the options that all linear losses have, and return the forward call.
-
-    The scale of the logits is 1. `options` are further fields of the call.
-    """
-    checks.implementation(function, implementation)
-    return LinearLossCall(
-        function,
-        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
-        logits_scale=1.0,
-        logit_softcap=softcap(function, logit_softcap),
-        dtype=None if dtype is None else checks.dtype(function, "dtype", dtype),
+        layer,
+        {"labels": labels},
+        (where, logits_scale, reduction, chunk),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_softcap=logit_softcap,
         implementation=implementation,
-        precision=jax.config.jax_default_matmul_precision,
-        **options,
-    )
-
-
-def _where(
-    head: LinearLossCall, where: ArrayLike, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, bool]:
-    """Check the argument ``where``. Return a pair: an array, and a bool.
-
-    If the bool is True, the array is a mask of classes. If it is False, the array is a boolean mask
-    of positions or float weights of positions, broadcast to ``x.shape[:-1]``.
-    """
-    function, of_labels = head.function, x.shape[:-1]
-    if function == NAME:
-        _refuse_classes(where, x.shape, weight.shape[1])
-    loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
-    array = checks.weights(function, "where", where, loss_dtype)
-    if function != NAME and array.ndim == x.ndim:
-        also = ", or give weights of positions the axes of x without the last one"
-        array = checks.boolean(function, "where", where, also)
-        shape = (*of_labels, weight.shape[1])
-        return checks.broadcastable(function, "where", array, shape, "logits'"), True
-    if not checks.fits(array.shape, of_labels):
-        takes_mask = function != NAME and array.dtype == bool
-        logits = [(*of_labels, weight.shape[1])] if takes_mask else []
-        classes = "" if function == NAME else f", or {x.ndim} axes: which classes there are"
-        raise ValueError(
-            f"{function}: where has shape {array.shape}; expected one that broadcasts to labels' "
-            f"shape {of_labels}, with {len(of_labels)} axes: which positions count"
-            f"{', or how much' if function == NAME else classes}"
-            f"{checks.reshaping('where', array.shape, of_labels, *logits)}"
-        )
-    return jnp.broadcast_to(array, of_labels), False
-
-
-def _refuse_classes(where: ArrayLike, x: tuple[int, ...], classes: int) -> None:
-    """Raise ValueError if `where` has the shape of a mask of classes.
-
-    linear_softmax_cross_entropy does not support such a mask.
-    """
-    shape: tuple[int, ...] = getattr(where, "shape", ())
-    if len(shape) != len(x) or shape[-1] != classes or classes == 1:
-        return
-    of_all = math.prod(shape) == classes
-    bias = "add it to the bias, e.g. bias=jnp.where(where.reshape(-1), 0, -jnp.inf), or "
-    raise ValueError(
-        f"{NAME}: where has shape {shape}, with the axis of the classes, as a mask of classes has; "
-        f"expected one that broadcasts to labels' shape {x[:-1]}, for positions, because this "
-        f"function takes no mask of classes; {bias if of_all else ''}use "
-        "-jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=where)[0], which takes one"
-    )
-
-
-def of_positions(
-    function: str, where: ArrayLike, positions: tuple[int, ...], dtype: np.dtype
-) -> jax.Array:
-    """Check ``where``, a mask or weights of positions, and broadcast it to their shape.
-
-    Weights are cast to `dtype`.
-    """
-    array = checks.weights(function, "where", where, dtype)
-    if not checks.fits(array.shape, positions):
-        raise ValueError(
-            f"{function}: where has shape {array.shape}; expected one that broadcasts to the "
-            f"positions' shape {positions}, with {len(positions)} axes: which positions "
-            f"count, or how much{checks.reshaping('where', array.shape, positions)}"
-        )
-    return jnp.broadcast_to(array, positions)
-
-
-def check_shapes(function: str, x: jax.Array, weight: jax.Array, of: str = "") -> None:
-    """Raise ValueError unless x and weight have the shapes of a matmul's operands.
-
-    `of` is a prefix, such as "teacher_", of both arrays' names in errors.
-    """
-    checks.features(function, f"{of}x", x.shape, "d")
-    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
-        raise ValueError(
-            f"{function}: {of}x has shape {x.shape} and {of}weight {weight.shape}; expected sizes "
-            "that are numbers, because chunks of rows are cut when the call is traced; export one "
-            "program for each size"
-        )
-    checks.weight(function, weight.shape, x.shape, of=f"{of}x", classes=True)
-
-
-def _check_labels(
-    function: Function, x: jax.Array, weight: jax.Array, labels: jax.Array, *, is_several: bool
-) -> None:
-    positions = x.shape[:-1]
-    if labels.shape[: len(positions)] != positions or labels.ndim > len(positions) + is_several:
-        several = f", or {positions} and an axis of several labels" if function == _LOG_PROB else ""
-        why = f"the shape of x {x.shape} without its last axis{several}"
-        checks.same_shape(function, "labels", labels.shape, positions, why)
-    if is_several:
-        checks.fewer_than_classes(function, labels.shape, weight.shape[1])
+    )[0]
 
 
 _LOG_PROB: Function = "linear_log_prob_and_entropy"
@@ -427,10 +262,10 @@ def linear_log_prob_and_entropy(
       >>> log_prob.shape, log_prob.dtype.name, round(float(entropy[0, 0]), 2)
       ((4, 128), 'float32', 6.91)
     """
-    operands = x, weight, labels, bias, where
-    log_prob, entropy = _of_linear_logits(
-        _LOG_PROB, operands, logits_scale, logit_softcap, chunk, dtype, implementation
-    )
+    layer = _layer(_LOG_PROB, x, weight, bias, dtype)
+    options: dict[str, Any] = {"logit_softcap": logit_softcap, "implementation": implementation}
+    others = where, logits_scale, "none", chunk
+    log_prob, entropy = _of_loss(_LOG_PROB, layer, {"labels": labels}, others, **options)
     return log_prob, entropy
 
 
@@ -535,54 +370,364 @@ def linear_kl_divergence(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    checks.one_of(_KL, "reduction", reduction, get_args(Reduction))
-    x = checks.float_array(_KL, "x", x)
-    weight = checks.float_array(_KL, "weight", weight)
-    teacher_x = checks.float_array(_KL, "teacher_x", teacher_x)
-    teacher_weight = checks.float_array(_KL, "teacher_weight", teacher_weight)
-    check_shapes(_KL, x, weight)
-    check_shapes(_KL, teacher_x, teacher_weight, of="teacher_")
-    positions = x.shape[:-1]
-    if teacher_x.shape[:-1] != positions:
-        expected = (*positions, teacher_x.shape[-1])
-        why = f"the positions of x {x.shape} by its own number of features"
-        checks.same_shape(_KL, "teacher_x", teacher_x.shape, expected, why)
-    if teacher_weight.shape[1] != weight.shape[1]:
+    layer = _layer(_KL, x, weight, bias, dtype)
+    teacher, dtypes = _layer(_KL, teacher_x, teacher_weight, teacher_bias, dtype, of="teacher_")
+    (*positions, _), (*given, e) = layer[0]["x"].shape, teacher["teacher_x"].shape
+    if given != positions:
+        why = f"the positions of x {layer[0]['x'].shape} by its own number of features"
+        checks.same_shape(_KL, "teacher_x", (*given, e), (*positions, e), why)
+    of_teacher, of_weight = teacher["teacher_weight"].shape, layer[0]["weight"].shape
+    if of_teacher[1] != of_weight[1]:
         raise ValueError(
-            f"{_KL}: teacher_weight has shape {teacher_weight.shape}; expected "
-            f"({teacher_weight.shape[0]}, {weight.shape[1]}), the classes of weight "
-            f"{weight.shape}; slice the weight with more classes, or pad the other one and its bias"
+            f"{_KL}: teacher_weight has shape {of_teacher}; expected ({e}, {of_weight[1]}), the "
+            f"classes of weight {of_weight}; slice the weight with more classes, or pad the other "
+            "one and its bias"
         )
-    arrays = [x, weight]
-    teacher = [jax.lax.stop_gradient(teacher_x), jax.lax.stop_gradient(teacher_weight)]
-    for name, value, to in (("bias", bias, arrays), ("teacher_bias", teacher_bias, teacher)):
-        if value is not None:
-            array = bias_array(_KL, name, value, weight)
-            to.append(array if to is arrays else jax.lax.stop_gradient(array))
-    head = _call_of(
+    return _of_loss(
         _KL,
-        chunk,
-        logit_softcap,
-        dtype,
-        implementation,
-        has_bias=bias is not None,
-        has_teacher_bias=teacher_bias is not None,
-        has_scale=scales.is_array(logits_scale),
-        teacher_softcap=softcap(_KL, teacher_logit_softcap, "teacher_logit_softcap"),
-        reverse=checks.flag(_KL, "reverse", reverse),
-        reduction=reduction,
-        has_where=where is not None,
+        layer,
+        jax.lax.stop_gradient(teacher),
+        (where, logits_scale, reduction, chunk),
+        dtypes,
+        logit_softcap=logit_softcap,
+        teacher_softcap=teacher_logit_softcap,
+        reverse=reverse,
+        implementation=implementation,
+    )[0]
+
+
+_ANY = "jaxnorm.linear_loss"
+# The name of a function in errors, if it differs from the name in programs.
+_NAMES: dict[Function, str] = {"linear_loss": _ANY}
+
+
+def linear_loss(
+    fun: Callable[..., Any],
+    x: ArrayLike,
+    weight: ArrayLike,
+    *rows: Any,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    reduction: Reduction = "mean",
+    chunk: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    r"""Any loss of the logits ``x @ weight + bias``, without storing all logits.
+
+    The function ``fun(logits, *row)`` computes the loss of one position from its logits, an array
+    of shape (V,), and from the position's part of each of ``rows``. It runs under `jax.vmap` on the
+    logits of one chunk of positions at a time. If ``fun`` calls a loss of jaxnorm, such as
+    :func:`log_prob_and_entropy`, its kernel runs on the chunk. If it passes the logits to this loss
+    only, the call takes as much memory as the linear loss that is made for it.
+
+    With ``reduction="mean"`` or ``"sum"``, one loop over the chunks computes the loss and, if it is
+    differentiated, all gradients. This takes three matmuls. ``"none"`` takes four, because the
+    backward pass recomputes the logits. A call that is not differentiated takes one.
+
+    Args:
+      fun: function of one position's logits, and of one position's part of each of ``rows``. The
+        logits are float32 (float64 for float64 matmuls), without rounding. For ``"mean"`` and
+        ``"sum"``, it returns a scalar; for ``"none"``, any pytree of arrays. It may close over
+        arrays.
+      x: array (..., d) with any number of positions; bfloat16, float16, float32 or float64.
+      weight: array (d, V); any of these dtypes.
+      rows: pytrees of arrays whose leading axes are the positions, the axes of x without the last.
+        Arrays of labels, advantages, or a teacher's hidden states are examples.
+      bias: array (V,), any of these dtypes; or None.
+      where: None, or a boolean mask of positions, or float weights of positions (which have no
+        gradient). It has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it is
+        False or 0, x and rows are ignored, even if they are NaN, and their gradients are 0.
+      reduction: ``"mean"``: ``sum(where * loss) / sum(where)``, or 0 if the denominator is 0;
+        ``"sum"``: ``sum(where * loss)``; or ``"none"``: the results of all positions. Floats are
+        multiplied by ``where``. Integers and booleans are 0 or False where ``where`` is 0.
+      chunk: number of positions in a chunk, at least 1; on a mesh, this counts the positions of one
+        device. None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does for float32
+        logits. If ``fun`` uses the logits in plain JAX, a chunk has half as many positions, because
+        the gradient of the logits is float32 as well.
+      dtype: dtype to which x and weight are cast if they promote to a wider dtype. For example,
+        ``jnp.bfloat16`` rounds a float32 weight, so that the matmuls run in bfloat16. With None,
+        they are cast to the dtype to which they promote.
+
+    Returns:
+      For ``"mean"`` and ``"sum"``, a scalar: float32, or float64 if the logits or the results of
+      ``fun`` are float64. For ``"none"``, the pytree of ``fun``, with the axes of the positions in
+      front of each array's own axes.
+
+    Differentiable with respect to x, weight, bias, floats in ``rows``, and floats that ``fun``
+    closes over, in reverse and forward mode, to any order; gradients have the dtypes of their
+    arguments. The gradient of a chunk's logits is rounded to the matmuls' dtype. The gradients of
+    weight, bias and closed-over arrays are summed over the chunks in float32. The forward pass of a
+    mean or a sum saves only the gradients, as in :func:`linear_softmax_cross_entropy`. With
+    ``"none"``, it saves its operands. If a `jax.vmap` batches weight or an array that ``fun``
+    closes over, the elements of the batch are computed one after another; pass an array as one of
+    ``rows`` to compute them together.
+
+    On a mesh, the positions and d may be sharded, as in :func:`linear_softmax_cross_entropy`. A
+    weight that is sharded along d or V is gathered once, before the loop, and its gradient is
+    reduced over the devices once, after the loop. Arrays that ``fun`` closes over are replicated.
+
+    Outside of `jax.jit`, each call traces and compiles ``fun`` again.
+
+    Raises:
+      TypeError: ``fun`` is not callable, the dtype of x, weight or bias, or ``dtype``, is not a
+        supported float dtype, ``where`` has an integer dtype, ``rows`` or ``fun``'s result have
+        complex numbers, or ``chunk`` is not an integer.
+      ValueError: the shape of an array or of ``fun``'s result, ``reduction`` or ``chunk`` is wrong,
+        or ``fun`` has side effects, such as `jax.debug.print`.
+
+    Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
+    computation of gradients in the forward pass's loop over chunks.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, weight = jnp.ones((4, 128, 64)), jnp.zeros((64, 1000))
+      >>> labels = jnp.zeros((4, 128), jnp.int32)
+      >>> def focal(logits, label):
+      ...     loss = jaxnorm.softmax_cross_entropy_with_integer_labels(logits, label)
+      ...     return -jnp.expm1(-loss) ** 2 * loss
+      >>> gradient = jax.grad(jaxnorm.linear_loss, argnums=(1, 2))
+      >>> dx, dweight = gradient(focal, x, weight, labels, where=labels != -100)
+      >>> dx.shape, dweight.shape
+      ((4, 128, 64), (64, 1000))
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"{_ANY}: fun has type {type(fun).__name__}; expected a function of one position's "
+            "logits, e.g. lambda logits, label: jax.nn.logsumexp(logits) - logits[label]"
+        )
+    checks.one_of(_ANY, "reduction", reduction, get_args(Reduction))
+    layer = _layer("linear_loss", x, weight, bias, dtype)
+    positions, classes = layer[0]["x"].shape[:-1], layer[0]["weight"].shape[1:]
+    view = RowView.of((*positions, *classes), (len(positions),))
+    wide = checks.arithmetic_dtype(*layer[1])
+    _, weights = masks(_ANY, where, view, wide, "the positions'", takes_classes=False)
+    leaves, tree = jax.tree.flatten(rows)
+    leaves = [*map(functools.partial(_row, positions), leaves)]
+    logits = jax.ShapeDtypeStruct(classes, layer[1][1])
+    program, shared, results = _traced(fun, logits, leaves, tree, len(positions), reduction)
+    others = {"where": weights} | {f"row{i}": a for i, a in enumerate(leaves)}
+    others |= {f"shared{i}": a for i, a in enumerate(shared)}
+    outputs = _bound("linear_loss", layer, program, others, reduction, chunk)
+    return outputs[0] if reduction != "none" else jax.tree.unflatten(results, outputs)
+
+
+def _row(positions: tuple[int, ...], leaf: Any) -> jax.Array:
+    """Convert an array of ``rows``, and check that its leading axes are the positions."""
+    array = (
+        leaf if isinstance(leaf, jax.Array) else checks.any_array(_ANY, "an array in rows", leaf)
     )
-    types = {"x": x, "weight": weight, "teacher_x": teacher_x, "teacher_weight": teacher_weight}
-    wide = head.result_dtype(types)
-    scale = scales.of_logits(_KL, logits_scale, positions, wide, of="positions'")
-    head = head.replaced(logits_scale=scale.number)
-    arrays += teacher
-    if where is not None:
-        arrays.append(of_positions(_KL, where, positions, wide))
-    if scale.array is not None:
-        arrays.append(scale.array)
-    check_numbers(_KL, wide, head)
-    teacher_dtype = head.dtypes(teacher_x.dtype, teacher_weight.dtype)[1]
-    check_implementation(head, x, weight, teacher_dtype)
-    return linear_loss_primitive.bind(head, *arrays)[0]
+    if array.shape[: len(positions)] != positions:
+        raise ValueError(
+            f"{_ANY}: an array in rows has shape {array.shape}; expected leading axes {positions}, "
+            "the shape of x without its last axis; if all positions share the array, let fun close "
+            "over it"
+        )
+    _refuse_complex("an array in rows", array)
+    return array
+
+
+def _refuse_complex(name: str, array: Any) -> None:
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{_ANY}: {name} has dtype {array.dtype}; expected real numbers; split it into "
+            "its real and its imaginary part"
+        )
+
+
+def _traced(
+    fun: Callable[..., Any],
+    logits: Any,
+    leaves: Sequence[jax.Array],
+    tree: Any,
+    lead: int,
+    reduction: Reduction,
+) -> tuple[Program, list[jax.Array], Any]:
+    """Trace `fun` for one position. Return the program, what `fun` closes over, and its tree."""
+    trees = []
+
+    def run(logits: jax.Array, *leaves: Any) -> list[jax.Array]:
+        results, result_tree = jax.tree.flatten(fun(logits, *jax.tree.unflatten(tree, leaves)))
+        trees.append(result_tree)
+        results = [checks.any_array(_ANY, "fun's result", y) for y in results]
+        shapes = [y.shape for y in results]
+        if reduction != "none" and shapes != [()]:
+            given = (
+                f"an array of shape {shapes[0]}" if len(shapes) == 1 else f"{len(shapes)} arrays"
+            )
+            raise ValueError(
+                f"{_ANY}: fun returns {given}; expected a scalar, the loss of one position, for "
+                f'reduction="{reduction}"; pass reduction="none" for other results'
+            )
+        if not results:
+            raise ValueError(f"{_ANY}: fun returns no array; expected a pytree of arrays")
+        for y in results:
+            _refuse_complex("fun's result", y)
+        if reduction != "none":
+            results = [y.astype(checks.arithmetic_dtype(logits.dtype, y.dtype)) for y in results]
+        return results
+
+    types = [jax.ShapeDtypeStruct(a.shape[lead:], a.dtype) for a in leaves]
+    # Trace without a mesh: types of one position with a mesh would be wrong on a shard.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        traced = jax.make_jaxpr(run)(logits, *types)
+    jaxpr = traced.jaxpr
+    effects = {type(effect).__name__ for effect in jaxpr.effects} - {"NamedAxisEffect"}
+    if effects:
+        raise ValueError(
+            f"{_ANY}: fun has side effects ({', '.join(sorted(effects))}); expected a function "
+            'without any; return the array with reduction="none", and print it after the call'
+        )
+    shared = [*map(jnp.asarray, traced.consts)]
+    for array in shared:
+        _refuse_complex("an array that fun closes over", array)
+    return _program(jaxpr), shared, trees[0]
+
+
+def _program(jaxpr: Any) -> Program:
+    """Return the program of a traced function, in which a jaxnorm loss may take the logits."""
+    logits, others = jaxpr.invars[0], [*jaxpr.invars[1:], *jaxpr.constvars]
+
+    def of(invars: Sequence[Any], outvars: Sequence[Any], equations: Sequence[Any]) -> ClosedJaxpr:
+        changes = {"constvars": [], "invars": [*invars], "outvars": [*outvars]}
+        return ClosedJaxpr(jaxpr.replace(eqns=[*equations], **changes), [])
+
+    def takes(equation: Any) -> bool:
+        return any(v is logits for v in equation.invars)
+
+    users = [i for i, equation in enumerate(jaxpr.eqns) if takes(equation)]
+    if len(users) == 1 and not any(v is logits for v in jaxpr.outvars):
+        at = users[0]
+        equation = jaxpr.eqns[at]
+        call, first = equation.params.get("call"), equation.invars[0]
+        is_one = sum(v is logits for v in equation.invars) == 1 and first is logits
+        if is_one and isinstance(call, Call) and call.spec.is_loss and call.direction == "fwd":
+            return Program(
+                call.replaced(primitives=call.primitives or call.function),
+                of(others, equation.invars[1:], jaxpr.eqns[:at]),
+                of(
+                    [*equation.outvars, *others],
+                    jaxpr.outvars,
+                    [*jaxpr.eqns[:at], *jaxpr.eqns[at + 1 :]],
+                ),
+            )
+    return Program(after=of([logits, *others], jaxpr.outvars, jaxpr.eqns))
+
+
+#: The operands of a linear layer, and the dtypes of its matmul: of the operands, and of the logits.
+_Layer = tuple[dict[str, jax.Array], tuple[np.dtype, np.dtype]]
+
+
+def _layer(
+    function: Function, x: Any, weight: Any, bias: Any, dtype: DTypeLike | None, of: str = ""
+) -> _Layer:
+    """Check the operands of a linear layer. `of` is a prefix of their names, such as "teacher_"."""
+    name = _NAMES.get(function, function)
+    x = checks.float_array(name, f"{of}x", x)
+    weight = checks.float_array(name, f"{of}weight", weight)
+    checks.features(name, f"{of}x", x.shape, "d")
+    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
+        raise ValueError(
+            f"{name}: {of}x has shape {x.shape} and {of}weight {weight.shape}; expected sizes "
+            "that are numbers, because chunks of rows are cut when the call is traced; export one "
+            "program for each size"
+        )
+    checks.weight(name, weight.shape, x.shape, of=f"{of}x", classes=True)
+    arrays = {f"{of}x": x, f"{of}weight": weight}
+    if bias is not None:
+        arrays[f"{of}bias"] = bias = checks.float_array(name, f"{of}bias", bias)
+        why = f"a number for each class of {of}weight {weight.shape}"
+        checks.same_shape(name, f"{of}bias", bias.shape, weight.shape[1:], why)
+    asked = None if dtype is None else checks.dtype(name, "dtype", dtype)
+    return arrays, matmul_dtypes(function, asked, x.dtype, weight.dtype)
+
+
+def _of_loss(
+    function: Function,
+    layer: _Layer,
+    operands: dict[str, Any],
+    arguments: tuple[Any, ...],
+    teacher: tuple[np.dtype, ...] = (),
+    **options: Any,
+) -> list[jax.Array]:
+    """Check the further arguments of a public function, and return the results of a jaxnorm loss.
+
+    Args:
+      function: name of the public function.
+      layer: the linear layer.
+      operands: the operands that only this function has: labels, or the teacher's layer.
+      arguments: the public function's ``where``, ``logits_scale``, ``reduction`` and ``chunk``.
+      teacher: the dtypes of the teacher's matmul.
+      options: further arguments of `loss_call`.
+    """
+    (arrays, dtypes), (where, logits_scale, reduction, chunk) = layer, arguments
+    x, classes = arrays["x"], arrays["weight"].shape[1]
+    view, of = RowView.of((*x.shape[:-1], classes), (x.ndim - 1,)), OF_LOGITS[function]
+    wide, candidates = checks.arithmetic_dtype(*dtypes, *teacher), None
+    if "labels" in operands:
+        why = f"the shape of x {x.shape} without its last axis"
+        labels, candidates = checked_labels(function, of, operands["labels"], view, why)
+        operands = {"labels" if candidates is None else "candidates": labels}
+    takes_classes, whose = function == _LOG_PROB, "positions'" if teacher else "labels'"
+    mask, weights = masks(function, where, view, wide, whose, takes_classes=takes_classes)
+    scale = scales.of_logits(function, logits_scale, x.shape[:-1], wide, of=whose)
+    # The primitive's log-probabilities are also residuals, and the derivative needs them before
+    # they are multiplied by the weights. So the primitive takes a mask of the positions with a
+    # nonzero weight, and its results are multiplied by the weights below.
+    positions = counted(weights) if takes_classes and weights is not None else weights
+    operands = {"where": positions} | operands
+    operands |= {"mask": mask, "logits_scale": scale.array}
+    options |= {"logits_scale": scale.number, "has_scale": scale.array is not None}
+    loss = loss_call(
+        function,
+        (classes,),
+        dtypes[1],
+        of=of,
+        axis=-1,
+        mask=None if mask is None else (classes,),
+        has_positions=False,
+        candidates=candidates,
+        teacher_dtype=teacher[1] if teacher else None,
+        **options,
+    )
+    results = _bound(function, layer, Program(loss), operands, reduction, chunk, *teacher[:1])
+    if not takes_classes or weights is None:
+        return results
+    of_labels = weights if candidates is None else weights[..., None]
+    return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
+
+
+def _bound(
+    function: Function,
+    layer: _Layer,
+    program: Program,
+    others: dict[str, jax.Array | None],
+    reduction: Reduction,
+    chunk: int | None,
+    teacher: np.dtype | None = None,
+) -> list[jax.Array]:
+    """Bind the primitive of a linear loss. `others` are its operands besides those of the layer."""
+    name = _NAMES.get(function, function)
+    checks.one_of(name, "reduction", reduction, get_args(Reduction))
+    arrays = layer[0] | {name: a for name, a in others.items() if a is not None}
+    traced = [n for n in arrays if n.startswith(("row", "shared")) and is_inexact(arrays[n])]
+    head = LinearLossCall(
+        function,
+        program,
+        tuple(arrays)[2:],
+        (*layer[0], *traced),
+        chunk=None if chunk is None else checks.integer(name, "chunk", chunk, "rows"),
+        dtypes=layer[1],
+        teacher=teacher,
+        precision=jax.config.jax_default_matmul_precision,
+        reduction=reduction,
+    )
+    loss = program.loss
+    if loss is not None and loss.implementation is not None:
+        d, classes = arrays["weight"].shape
+        shape = d, classes if loss.spec.loss.teacher_dtype is None else 2 * classes
+        rows = chunk_rows(head.chunk, arrays["x"].size // max(d, 1), shape, *reversed(head.dtypes))
+        call = loss_of_rows(loss, (rows, classes), 1, has_positions="where" in arrays)
+        call.forced(loss.implementation)
+    return linear_loss_primitive.bind(head, *arrays.values())

@@ -1,9 +1,9 @@
 """The static description of a call of a linear loss, and the arrays of its passes.
 
-A linear loss computes the logits ``x @ weight + bias``, and from these one or two results for each
-row: a loss, a divergence, or a log-probability and an entropy. Losses and divergences may be
-reduced to their mean or sum. A call has up to three passes, forward (``fwd``), tangent (``tan``)
-and backward (``bwd``)::
+A linear loss computes the logits ``x @ weight + bias``, and from these the results of each row: a
+loss, a divergence, a log-probability and an entropy, or whatever the function that the user passes
+to `linear_loss` returns. Losses may be reduced to their mean or sum. A call has up to three passes,
+forward (``fwd``), tangent (``tan``) and backward (``bwd``)::
 
     pass     reduction    takes                       returns
     fwd      mean, sum    primals                     the mean or sum, and gradients of `wrt`
@@ -11,26 +11,19 @@ and backward (``bwd``)::
     tan      none         residuals, tangents         tangents of the results of rows
     bwd      none         residuals, cotangents       gradients of sum(cotangents * results)
 
+The tangent and the backward pass take residuals. These are the primals, and the forward results
+that are listed in `LinearLossCall.kept`. The tangent pass is linear in the tangents, and the
+backward pass is linear in the cotangents. Each of the two passes is the transpose of the other.
+
 A call has these primals, in this order; only `x` and `weight` are in every call::
 
     `x` (..., d)
     `weight` (d, V)
     `bias` (V,)
-    `labels` (...), or (..., k) for k labels of each row
     `where` (...)                 mask or weights of positions
-    `mask` (..., V)               mask of classes
-    `logits_scale` (...)
+    further operands of the `Program`
 
-Instead of `labels`, a divergence has the constants `teacher_x` (..., e), `teacher_weight` (e, V)
-and `teacher_bias` (V,).
-
-The tangent and the backward pass take residuals. These are the primals, and the forward results
-that are listed in `LinearLossCall.kept`. The tangent pass is linear in the tangents, and the
-backward pass is linear in the cotangents. Each of the two passes is the transpose of the other.
-
-The logits are computed in chunks of rows. A chunk's results are computed from its logits by a
-`Call` of the corresponding loss, such as the cross-entropy. If the classes are sharded, plain JAX
-computes the results on the shards.
+The logits are computed in chunks of rows, and a `Program` computes a chunk's results.
 """
 
 import dataclasses
@@ -41,14 +34,14 @@ from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr  # type: ignore[attr-defined]
 
 from jaxnorm.calls.call import Call
+from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks
 from jaxnorm.operations.loss import Function as OfLogits
-from jaxnorm.operations.loss import loss_call
 from jaxnorm.primitives import row_operations
-from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, Operation
-from jaxnorm_kernels.specs import Direction, Name
+from jaxnorm_kernels.specs import Direction
 
 Function = Literal[
     "linear_softmax_cross_entropy",
@@ -63,73 +56,104 @@ OF_LOGITS: dict[Function, OfLogits] = {
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
     "linear_kl_divergence": "kl_divergence",
 }
-#: The kind of an operand or a result. A "row" array has one number per row, a "candidate" array has
-#: k numbers per row, for k labels. A "total" is a mean or a sum. The kind "bias" is used for `bias`
-#: and for `teacher_bias`. In `linear_loss`, a "row" array may have further axes, and all rows use a
-#: "shared" array.
-Kind = Literal[
-    "x",
-    "weight",
-    "bias",
-    "row",
-    "candidate",
-    "mask",
-    "total",
-    "teacher_x",
-    "teacher_weight",
-    "shared",
-]
+#: The kind of an operand or a result. A "row" array has the axes of the rows, and may have further
+#: axes. The last axis of a "columns" array has an element for each class. A "mask" has both. All
+#: rows use a "shared" array. A "total" is a mean or a sum.
+Kind = Literal["x", "weight", "columns", "row", "mask", "shared", "total"]
 #: The kinds of arrays whose leading axes are the row axes (the axes of x except the last one).
-OF_ROWS: tuple[Kind, ...] = ("x", "row", "candidate", "mask", "teacher_x")
+OF_ROWS: tuple[Kind, ...] = ("x", "row", "mask")
+_KINDS: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "columns", "mask": "mask"}
+_KINDS |= {"teacher_weight": "columns", "teacher_bias": "columns"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The computation of the results of a position from its logits.
+
+    There are three cases:
+
+    * `loss` alone: the results are those of a jaxnorm loss. Its operands are operands of the linear
+      loss, with the same names. Instead of the teacher's logits, a divergence has the constants
+      `teacher_x` (..., e), `teacher_weight` (e, V) and maybe `teacher_bias` (V,).
+    * `after` alone: a traced function. Its operands are the logits, then `row0`, `row1`, ... (each
+      with the axes of the rows) and `shared0`, `shared1`, ... (the same for all rows).
+    * All three: a traced function in which a jaxnorm loss takes the logits, and nothing else does.
+      `before` computes the other operands of the loss, from the rows and the shared arrays.
+      `after` takes the results of the loss in place of the logits.
+
+    Attributes:
+      loss: the forward call of a loss of the logits of one position, or None.
+      before, after: traced functions of one position, or None.
+    """
+
+    loss: Call | None = None
+    before: ClosedJaxpr | None = None
+    after: ClosedJaxpr | None = None
+
+    def __repr__(self) -> str:
+        return str(self.loss if self.after is None else self.after)
+
+    @functools.cached_property
+    def results(self) -> dict[str, Any]:
+        """A dict from names to types: the results of one position."""
+        if self.after is not None:
+            return {f"y{i}": type_ for i, type_ in enumerate(self.after.out_avals)}
+        assert self.loss is not None
+        return _types(self.loss)
+
+    @functools.cached_property
+    def is_loss(self) -> bool:
+        """True if the results are those of `loss`, unchanged."""
+        if self.loss is None or self.after is None:
+            return self.loss is not None
+        return self.after.jaxpr.outvars == self.after.jaxpr.invars[: len(self.loss.returns)]
+
+    @functools.cached_property
+    def statistics(self) -> dict[str, Any]:
+        """The results of `loss` alone, and its statistics: names and types."""
+        return {} if self.loss is None or self.after is not None else _types(self.loss.with_stats())
+
+
+def _types(call: Call) -> dict[str, Any]:
+    shapes = map(call.view.shape_of, call.kinds_returned)
+    types = map(jax.ShapeDtypeStruct, shapes, call.dtypes_returned)
+    return dict(zip(call.returns, types))
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearLossCall:
     """The static description of one pass of a linear loss.
 
-    Attributes without a description are the public function's arguments of the same name.
-
     Attributes:
       function: name of the public function.
-      wrt: the names of the operands (x, weight or bias) whose gradients the pass returns
-        (``fwd``, ``bwd``) or whose tangents it takes (``tan``).
-      keeps: True if the outputs also include the row statistics.
-      has_where: True if the call has a boolean mask or float weights of positions.
-      has_mask: True if the call has a mask of classes.
-      has_scale: True if logits_scale is an operand with a number for each row; the attribute
-        logits_scale is then 1.
-      several: True if each row has several labels.
-      has_teacher_bias, teacher_softcap, reverse: options of a divergence.
-      dtype: the argument ``dtype``; None for the dtype to which x and weight promote. See `dtypes`.
+      program: the computation of the results from the logits.
+      operands: the names of the operands that follow x and weight.
+      differentiable: the names of the operands that may have tangents.
+      chunk: the public function's argument.
+      dtypes: the dtype of the matmul's operands, and the dtype of the logits.
+      teacher: the dtype of the operands of the teacher's matmul.
       precision: the value that ``jax.default_matmul_precision`` had when the user called the
         function.
+      reduction: the public function's argument.
+      wrt: the names of the operands whose gradients the pass returns (``fwd``, ``bwd``) or whose
+        tangents it takes (``tan``).
+      keeps: True if the outputs also include the row statistics.
     """
 
     function: Function
+    program: Program
+    operands: tuple[str, ...]
+    differentiable: tuple[str, ...]
     chunk: int | None
-    has_bias: bool
-    logits_scale: float
-    logit_softcap: float | None
-    implementation: Name | None
+    dtypes: tuple[np.dtype, np.dtype]
     precision: str | None
+    teacher: np.dtype | None = None
     reduction: Reduction = "none"
-    has_where: bool = False
-    has_mask: bool = False
-    has_scale: bool = False
-    several: bool = False
-    has_teacher_bias: bool = False
-    teacher_softcap: float | None = None
-    reverse: bool = False
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    dtype: np.dtype | None = None
     direction: Direction = "fwd"
     wrt: tuple[str, ...] = ()
     keeps: bool = False
 
     primitives: ClassVar[None] = None
-    #: True if the classes may stay sharded in the loop.
-    splits_classes: ClassVar[bool] = True
 
     def __str__(self) -> str:
         """Return a short description of the call, which printed jaxprs show."""
@@ -137,25 +161,12 @@ class LinearLossCall:
         return f"({text} chunk={self.chunk} wrt={','.join(self.wrt)})"
 
     @property
-    def operation(self) -> Operation:
-        """The operation that is applied to the logits, as the table `OPERATIONS` describes it."""
-        function = FUNCTIONS[OF_LOGITS[self.function]]
-        op = function.several if self.several else function.op
-        assert op is not None
-        return OPERATIONS[op]
-
-    @property
-    def has_teacher(self) -> bool:
-        """True if the function is a divergence."""
-        return "teacher_logits" in self.operation.operands
-
-    @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of a forward pass's results other than gradients.
-
-        "y" is the loss (or log-probability or divergence) of each row, or the mean or sum.
-        """
-        return (*self.operation.results, *(self.operation.statistics if self.keeps else ()))
+        """Names of the results other than gradients. Integers have no tangents or cotangents."""
+        if self.keeps:
+            return (*self.program.statistics,)
+        types = self.program.results.items()
+        return tuple(n for n, a in types if self.direction == "fwd" or is_inexact(a))
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -169,15 +180,16 @@ class LinearLossCall:
         because a program that differentiates log-probabilities also uses their values, and so runs
         the forward pass in any case.
         """
-        operation = self.operation
-        if operation.results.keys() == {"y"}:
+        names, loss = self.program.statistics, self.program.loss
+        if loss is None or len(loss.returns) == 1:
             return ()
-        results = (name for name in operation.results if name in operation.keeps)
-        return (*operation.statistics, *results)
+        return tuple(n for n in names if n not in loss.returns or n in loss.spec.operation.keeps)
 
-    def replaced(self, **changes: Any) -> Self:
-        """Return the call with these fields changed."""
-        return dataclasses.replace(self, **changes)
+    def tangent(self, wrt: Sequence[str]) -> Self:
+        return dataclasses.replace(self, direction="tan", wrt=tuple(wrt))
+
+    def backward(self, wrt: Sequence[str]) -> Self:
+        return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
 
     def with_gradients(self, wrt: Sequence[str]) -> Self:
         """Return the forward pass that also returns gradients with respect to the operands `wrt`.
@@ -186,13 +198,7 @@ class LinearLossCall:
         """
         return dataclasses.replace(self, wrt=tuple(wrt))
 
-    def tangent(self, wrt: Sequence[str]) -> "LinearLossCall":
-        return dataclasses.replace(self, direction="tan", wrt=tuple(wrt))
-
-    def backward(self, wrt: Sequence[str]) -> "LinearLossCall":
-        return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
-
-    def without_unused(self, used: Sequence[bool]) -> "LinearLossCall":
+    def without_unused(self, used: Sequence[bool]) -> Self:
         """Return the call without unused gradients, so that their matmuls are not computed.
 
         `used` has a bool for each result: True if the program uses the result.
@@ -201,22 +207,9 @@ class LinearLossCall:
             return self
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n in self.wrt])
 
-    def rowwise(self) -> "LinearLossCall":
-        """Return the forward pass that returns the loss of each row instead of a mean or a sum."""
-        return dataclasses.replace(self, reduction="none")
-
-    def with_kept(self) -> "LinearLossCall":
-        """Return the forward pass whose outputs include all arrays that are listed in `kept`."""
-        return dataclasses.replace(self, keeps=bool(self.kept))
-
     @property
     def primals(self) -> tuple[str, ...]:
-        bias, where = ["bias"] * self.has_bias, ["where"] * self.has_where
-        of = ["labels"]
-        if self.has_teacher:
-            of = ["teacher_x", "teacher_weight", *["teacher_bias"] * self.has_teacher_bias]
-        others = *["mask"] * self.has_mask, *["logits_scale"] * self.has_scale
-        return ("x", "weight", *bias, *of, *where, *others)
+        return ("x", "weight", *self.operands)
 
     @property
     def residual_names(self) -> tuple[str, ...]:
@@ -241,46 +234,13 @@ class LinearLossCall:
 
     @property
     def kinds_taken(self) -> list[Kind]:
-        return self.kinds_of(self.takes)
+        return [*map(kind, self.takes)]
 
     @property
     def kinds_returned(self) -> list[Kind]:
         is_total = self.direction == "fwd" and self.reduction != "none"
-        totals = self.outputs if is_total else ()
-        return [
-            "total" if name in totals else kind
-            for name, kind in zip(self.returns, self.kinds_of(self.returns))
-        ]
-
-    def kinds_of(self, names: Sequence[str]) -> list[Kind]:
-        return [*map(self._kind, names)]
-
-    def _kind(self, name: str) -> Kind:
-        kinds: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "bias", "mask": "mask"}
-        kinds |= {"teacher_x": "teacher_x", "teacher_weight": "teacher_weight"}
-        kinds |= {"teacher_bias": "bias"}
-        if self.several:
-            kinds |= {"labels": "candidate", "y": "candidate"}
-        return kinds.get(name, "row")
-
-    def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
-        """Return the dtype of the matmul's operands, and the dtype of the logits.
-
-        `x` and `weight` are the dtypes of these arrays, and promote to a common dtype. If the user
-        requested a dtype with fewer bits, the operands are cast to it. If the user requested a
-        dtype with more bits, only the logits have it, because a cast of the operands to more bits
-        would not make the matmul more accurate.
-
-        The logits of a cross-entropy have the requested dtype (by default, the common dtype). The
-        logits of log-probabilities and divergences are not rounded: they have the dtype in which
-        the matmul accumulates.
-        """
-        promoted = checks.product_dtype(x, weight)
-        asked = self.dtype or promoted
-        factors = min(promoted, asked, key=lambda dtype: dtype.itemsize)
-        if self.function != "linear_softmax_cross_entropy":
-            return factors, checks.arithmetic_dtype(factors)
-        return factors, asked
+        totals = {*self.outputs} if is_total else ()
+        return ["total" if name in totals else kind(name) for name in self.returns]
 
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype of the gradient of an operand that has the dtype `dtype`.
@@ -294,16 +254,37 @@ class LinearLossCall:
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
 
-    def result_dtype(self, types: dict[str, Any]) -> np.dtype:
-        """Return the dtype of the arithmetic and of the results. Gradients may have other dtypes.
 
-        `types` is a dict from names of operands to arrays or types.
-        """
-        dtypes: tuple[np.dtype, ...] = self.dtypes(types["x"].dtype, types["weight"].dtype)
-        if self.has_teacher:
-            teacher = types["teacher_x"].dtype, types["teacher_weight"].dtype
-            dtypes = (*dtypes, *self.dtypes(*teacher))
-        return checks.arithmetic_dtype(*dtypes)
+def kind(name: str) -> Kind:
+    """Return the kind of an operand or a result."""
+    return "shared" if name.startswith("shared") else _KINDS.get(name, "row")
+
+
+def is_inexact(a: Any) -> bool:
+    """Return True if an array or a type has an inexact dtype, which may be differentiated."""
+    return bool(jax.numpy.issubdtype(a.dtype, jax.numpy.inexact))
+
+
+def matmul_dtypes(
+    function: Function, asked: np.dtype | None, x: np.dtype, weight: np.dtype
+) -> tuple[np.dtype, np.dtype]:
+    """Return the dtype of the matmul's operands, and the dtype of the logits.
+
+    `x` and `weight` are the dtypes of these arrays, and promote to a common dtype. If the user
+    asked for a dtype with fewer bits, the operands are cast to it. If the user asked for a dtype
+    with more bits, only the logits have it, because a cast of the operands to more bits would not
+    make the matmul more accurate.
+
+    The logits of a cross-entropy have the requested dtype (by default, the common dtype). The
+    logits of the other functions are not rounded: they have the dtype in which the matmul
+    accumulates.
+    """
+    promoted = checks.product_dtype(x, weight)
+    asked = asked or promoted
+    factors = min(promoted, asked, key=lambda dtype: dtype.itemsize)
+    if function != "linear_softmax_cross_entropy":
+        return factors, checks.arithmetic_dtype(factors)
+    return factors, asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,124 +321,28 @@ class Over:
     moved: tuple[tuple[str, ...], ...] = ()
 
 
-Arrays = dict[str, jax.Array]
+# ------------------------------------------------------------------------ the loss of a chunk
 
 
-def call_of(
-    head: LinearLossCall,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    *,
-    has_positions: bool,
-    mask: tuple[int, ...] | None = None,
-    teacher_dtype: np.dtype | None = None,
-    candidates: int | None = None,
-) -> Call:
-    """Return the static description of the loss that is computed from a chunk's logits.
+def loss_of_rows(loss: Call, shape: tuple[int, ...], mask: int, **changes: Any) -> Call:
+    """Return the call of a loss that is computed from a chunk's logits.
 
     Args:
-      head: the call of the linear loss.
+      loss: the call of the loss for the logits of one position.
       shape: shape of the chunk's logits.
-      dtype: dtype of the chunk's logits.
-      has_positions: True if the call has a mask of positions.
-      mask: shape of the mask of classes, or None.
-      teacher_dtype: dtype of the teacher's logits, for a divergence.
-      candidates: number of labels of each row; None if each row has one label.
+      mask: number of rows of the mask of classes, if there is one: 1, or as many as in `shape`.
+      changes: further changes of the call.
     """
-    of_logits = OF_LOGITS[head.function]
-    names = (
-        *("label_smoothing", "z_loss", "logits_scale", "has_scale", "logit_softcap"),
-        *("teacher_softcap", "reverse", "implementation"),
-    )
-    call = loss_call(
-        of_logits,
-        shape,
-        np.dtype(dtype),
-        axis=-1,
-        mask=mask,
-        has_positions=has_positions,
-        candidates=candidates,
-        teacher_dtype=teacher_dtype,
-        **{name: getattr(head, name) for name in names},
-    )
-    return call.replaced(function=head.function, primitives=of_logits)
+    of_mask = (mask, shape[1]) if loss.spec.logits.has_mask else ()
+    view = RowView.of(shape, (1,), mask=of_mask, candidates=loss.view.candidates)
+    return loss.on(view).replaced(**changes)
 
 
-def check_implementation(
-    head: LinearLossCall, x: jax.Array, weight: jax.Array, teacher_dtype: np.dtype | None = None
-) -> None:
-    """Raise ValueError if the requested implementation does not support the logits of a chunk.
-
-    `teacher_dtype` is the dtype of the teacher's logits, for a divergence.
-    """
-    if head.implementation is None:
-        return
-    (factors, dtype), (d, classes) = head.dtypes(x.dtype, weight.dtype), weight.shape
-    columns = classes if teacher_dtype is None else 2 * classes
-    rows = chunk_rows(head.chunk, x.size // max(d, 1), (d, columns), dtype, factors)
-    call = call_of(
-        head,
-        (rows, classes),
-        dtype,
-        has_positions=head.has_where,
-        mask=(1, classes) if head.has_mask else None,
-        teacher_dtype=teacher_dtype,
-        candidates=1 if head.several else None,
-    )
-    call.forced(head.implementation)
-
-
-def forward(call: Call, operands: Arrays) -> Arrays:
-    """Return a dict with the outputs of a chunk's forward pass. `operands` maps names to arrays."""
-    results = _bind(call, *[operands.get(name) for name in call.primals])
-    return dict(zip(call.returns, results))
-
-
-def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
-    """Return the tangents of a chunk's results, given the tangent of its logits."""
-    call = call.tangent(("x",))
-    return _bind(call, *[residuals[name] for name in call.residual_names], along)
-
-
-def dlogits(
-    call: Call, residuals: Arrays, cotangents: Sequence[jax.Array], dtype: np.dtype
-) -> jax.Array:
-    """Return the gradient of sum(cotangents * results) with respect to a chunk's logits.
-
-    The gradient has the dtype `dtype`. If the logits have the same dtype, the gradient may
-    overwrite them, because they are not used afterwards.
-    """
-    outputs = call.with_stats().returns[: len(cotangents)]
-    call = call.backward(("x",), outputs, gradient_dtype=dtype)
-    return _bind(call, *[residuals[name] for name in call.residual_names], *cotangents)[0]
-
-
-def forward_and_dlogits(
-    call: Call,
-    operands: Arrays,
-    cotangents: Sequence[jax.Array],
-    dtype: np.dtype,
-    *,
-    differentiable: bool,
-) -> list[jax.Array]:
-    """Return the results of a chunk's forward pass, followed by the gradient of the logits.
-
-    The gradient is the one that the function `dlogits` returns. A single kernel may compute the
-    results and the gradient together, but JAX cannot differentiate this kernel. If `differentiable`
-    is True, a forward and a backward pass run instead of it.
-    """
-    call = call.with_gradient(dtype)
-    arrays = [*(operands[name] for name in call.primals), *cotangents]
-    if differentiable or call.spec.cols_over:
-        return call.in_two_passes(_bind, *arrays)
-    return row_operations.bind(call, *arrays)
-
-
-def _bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
+def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Bind the primitive of the pass; if the classes are sharded, run plain JAX instead."""
     if not call.spec.cols_over:
         return row_operations.bind(call, *arrays)
-    if call.spec.direction == "fwd":
+    if call.spec.direction == "fwd" and not call.wrt:
         return _forward_on_shards(call, *arrays)
     return call.xla(*[a for a in arrays if a is not None])
 
@@ -473,11 +358,14 @@ def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]
 
 @_forward_on_shards.defjvp
 def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    outputs = _forward_on_shards(call, *primals)
-    arrays = dict(zip(call.primals, primals)) | dict(zip(call.returns, outputs))
+    whole = call.with_stats()
+    outputs = dict(zip(whole.returns, _forward_on_shards(whole, *primals)))
+    arrays = dict(zip(call.primals, primals)) | outputs
     arrays["saved"] = arrays["x"]
-    residuals = [arrays[name] for name in call.residual_names]
-    return outputs, call.tangent(("x",)).xla(*residuals, tangents[0])
+    tangent = whole.tangent(("x",))
+    residuals = [arrays[name] for name in tangent.residual_names]
+    along = dict(zip(tangent.returns, tangent.xla(*residuals, tangents[0])))
+    return [outputs[name] for name in call.returns], [along[name] for name in call.returns]
 
 
 # Limits for the number of rows of a chunk.

@@ -26,10 +26,10 @@ dlogits are the gradients of the logits, in the dtype of the matmuls' operands. 
 factors: 1 / n, `logits_scale`, and the loss weight or the cotangent of each row. So the matmuls
 write dx and dW in their own dtypes, and no other pass over dx and dW is needed.
 
-In float16, small dlogits would underflow (below 6e-8). In this dtype, each row of dlogits is
-therefore divided by a power of two, the magnitude of the row's factors. This division is undone in
-float32. For dx, the row of dx is multiplied by the power of two. For dW, the row of x is multiplied
-by it before the matmul.
+In float16, small dlogits would underflow (below 6e-8). For matmuls in this dtype, dlogits are
+therefore computed in float32, and each row is divided by a power of two, the magnitude of its
+largest element, before it is cast. This division is undone in float32. For dx, the row of dx is
+multiplied by the power of two. For dW, the row of x is multiplied by it before the matmul.
 """
 
 import functools
@@ -41,20 +41,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal  # type: ignore[attr-defined]
+from jax.sharding import NamedSharding
 
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import linear_loss_call
-from jaxnorm.operations.linear_loss_call import (
-    OF_ROWS,
-    Kind,
-    LinearLossCall,
-    Over,
-    Reduction,
-    chunk_rows,
-    rows_beside_dlogits,
-)
-from jaxnorm.operations.loss import counted, weighted
+from jaxnorm.operations import checks, linear_loss_call
+from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
+from jaxnorm.operations.loss import counted
 from jaxnorm_kernels import launching
 
 # Before the loop, the number of classes is padded to a multiple of this number. A row of 16-bit
@@ -66,26 +60,21 @@ _WHOLE = Over()
 
 
 def run(
-    head: LinearLossCall,
-    *arrays: jax.Array,
-    chunks: "type[Chunks] | None" = None,
-    over: Over = _WHOLE,
-    recompute: bool = False,
+    head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
 ) -> list[jax.Array]:
     """Compute the results of a pass.
 
     Args:
       head: the static description of the pass.
       arrays: operands in the order of `LinearLossCall.takes`; one device's shards on a mesh.
-      chunks: the class whose methods compute the passes; None for `Chunks`.
       over: the mesh axes over which the operands are sharded.
       recompute: True to apply `jax.checkpoint` to each chunk, so that JAX saves no logits if it
         differentiates this function.
     """
     by_name = dict(zip(head.primals, arrays))
-    dtype, _ = head.dtypes(by_name["x"].dtype, by_name["weight"].dtype)
+    dtype, _ = head.dtypes
 
-    def gathered(kind: Kind, a: jax.Array) -> jax.Array:
+    def gathered(kind: str, a: jax.Array) -> jax.Array:
         if kind == "x":
             # Inside `jax.shard_map`, the type of the gathered x must say that x is replicated over
             # the gathered mesh axes ("invarying"). In code for XLA's partitioner, types have no
@@ -99,20 +88,20 @@ def run(
     lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
-    def flattened(kind: Kind, a: jax.Array) -> jax.Array:
+    def flattened(name: str, kind: str, a: jax.Array) -> jax.Array:
         if kind == "mask":  # Give the mask one row, or as many rows as x.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
-        if kind in ("row", "candidate", "mask"):
+        if kind in ("row", "mask") and name != "teacher_x":
             a = launching.own_buffer(a)  # Kernels read these arrays and need aligned buffers.
         return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
-    flat = [*map(flattened, head.kinds_taken, whole)]
-    passes = (chunks or Chunks)(head, flat, over, recompute)
-    directions = {"fwd": passes.forward, "tan": passes.tangent, "bwd": passes.backward}
+    flat = [*map(flattened, head.takes, head.kinds_taken, whole)]
+    chunks = Chunks(head, flat, over, recompute)
+    directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
 
-    def finished(name: str, kind: Kind, a: jax.Array) -> jax.Array:
+    def finished(name: str, kind: str, a: jax.Array) -> jax.Array:
         if kind in OF_ROWS:
             a = a.reshape(*lead, *a.shape[1:])
         if name not in by_name:
@@ -184,19 +173,18 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
     return _sum_over(a, tuple(name for name in over if name not in scattered))
 
 
-def reduced(
-    losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
+def scale(
+    weights: jax.Array, reduction: str, axes: Sequence[int], over: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Return the sum or the mean of `losses` over `axes`.
+    """Return the factor that turns the sum of the weighted losses over `axes` into the result.
 
-    `where` has a weight for each loss; None means that all weights are 1. `losses` are already
-    multiplied by their weights. The mean is the sum of `losses`, divided by the sum of the weights.
+    It is 1 for a sum, and 1 / (sum of weights) for a mean, or 0 if the weights add up to 0. `over`
+    are the mesh axes over which the weights are sharded.
     """
-    total = jnp.sum(losses, axes)
     if reduction == "sum":
-        return total
-    weights = jnp.ones_like(losses) if where is None else where.astype(losses.dtype)
-    return total * _inverse(jnp.sum(weights, axes))
+        return jnp.ones((), weights.dtype)
+    total = _sum_over(jnp.sum(weights, axes), over)
+    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
 
 
 Carry = dict[str, jax.Array]
@@ -212,65 +200,155 @@ class Chunks:
         self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
     ):
         self.head, self.over, self.recompute = head, over, recompute
-        given = list(arrays)
-        by_name = dict(zip(head.primals, given))
-        self.kept = dict(zip(head.kept, given[len(head.primals) : head.residuals]))
-        self.linear = given[head.residuals :]
-        self.x, self.weight, self.labels = by_name["x"], by_name["weight"], by_name.get("labels")
-        self.bias, self.where = by_name.get("bias"), by_name.get("where")
-        self.row_scales = by_name.get("logits_scale")
-        self.mask = by_name.get("mask")
+        self.primals = dict(zip(head.primals, arrays))
+        self.kept = dict(zip(head.kept, arrays[len(head.primals) : head.residuals]))
+        self.linear = [*arrays[head.residuals :]]
+        self.x, weight = self.primals["x"], self.primals["weight"]
+        self.where = self.primals.get("where")
         self.counted = None if self.where is None else counted(self.where)
-        self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
-        self.wide = head.result_dtype(by_name)
-        self.rows, self.classes = len(self.x), self.weight.shape[1]
+        self.dtype, self.logits_dtype = head.dtypes
+        program, loss = head.program, head.program.loss
+        results = [a.dtype for a in program.results.values()]
+        self.wide = checks.arithmetic_dtype(self.logits_dtype, *results)
+        self.rows, self.classes = len(self.x), weight.shape[1]
         # The classes are not padded in two cases. If they are sharded, the padding would be in the
         # middle of each row. If there is a mask of classes, it would have to be padded too.
-        whole = not over.classes and self.mask is None
+        whole = not over.classes and (loss is None or not loss.spec.logits.has_mask)
         self.padding = -self.classes % COLUMNS if whole else 0
-        self.factor = self.padded(self.weight, self.dtype)  # Cast and pad once, before the loop.
-        self.teacher = _Teacher(self, by_name) if head.has_teacher else None
-        dtypes = self.logits_dtype, self.dtype
+        # Cast and pad the weights once, before the loop.
+        self.given = self.primals | {"weight": self.padded(weight, self.dtype)}
+        if head.teacher is not None:
+            of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
+            self.given |= {"teacher_weight": of_teacher}
         shards = lax.axis_size(over.classes) if over.classes else 1
-        # For a divergence, each row of a chunk has the logits of both the student and the teacher.
-        shape = self.weight.shape[0], self.classes * (1 if self.teacher is None else 2)
-        self.chunk = chunk_rows(
-            head.chunk, self.rows, shape, *dtypes, shards, accumulator=self.accumulator
-        )
+        # A row of a chunk has the logits of the student. For a divergence, it also has those of the
+        # teacher; if plain JAX computes the gradient, it has the gradient in the logits' dtype.
+        copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
+        columns, accumulator = self.classes * copies, self.accumulator
+        sizes = self.rows, (weight.shape[0], columns), self.logits_dtype, self.dtype, shards
+        self.chunk = linear_loss_call.chunk_rows(head.chunk, *sizes, accumulator=accumulator)
         # True if the dlogits of all rows are stored. False if the dlogits of a chunk overwrite its
         # logits: they need no memory then.
         self.holds_dlogits = False
-        may_hold = self.accumulator > 0 and self.logits_dtype != self.dtype
+        may_hold = accumulator > 0 and self.logits_dtype != self.dtype
         if may_hold and head.chunk is None and not recompute and self.chunk < self.rows:
-            of_teacher = 0 if self.teacher is None else self.teacher.logits_dtype.itemsize
-            size = rows_beside_dlogits(
-                self.chunk,
-                self.rows,
-                self.classes * (self.logits_dtype.itemsize + of_teacher),
-                self.classes * self.dtype.itemsize,
-                self.accumulator,
-            )
+            of_row = columns * self.logits_dtype.itemsize, self.classes * self.dtype.itemsize
+            beside = linear_loss_call.rows_beside_dlogits
+            size = beside(self.chunk, self.rows, *of_row, accumulator)
             self.holds_dlogits, self.chunk = size is not None, size or self.chunk
-
-    @property
-    def operands(self) -> Sequence[jax.Array]:
-        """The operands on which the results and the gradients depend."""
-        return [a for a in (self.x, self.weight, self.labels) if a is not None]
 
     # --------------------------------------------------------------------------------- passes
 
     def forward(self) -> list[jax.Array]:
         head = self.head
-        if head.reduction == "none" or not head.wrt:
-            y, *rest = self.of_rows()
-            return [self.weighted(y) if head.reduction == "none" else self.total(y), *rest]
-        cotangents = self.scale() * self.weighted(jnp.ones(self.rows, self.wide))
-        losses, *gradients = self.gradients([cotangents])
-        return [self.total(losses), *gradients]
+        if head.reduction != "none" and head.wrt:
+            weights = self.scale() * self.masked(jnp.ones(self.rows, self.wide))
+            losses, *gradients = self.gradients([weights])
+            return [self.total(losses), *gradients]
+
+        def step(rows: Rows, carry: Carry) -> Carry:
+            logits, arrays = self.of_chunk(rows, self.given)
+            results = self.results(rows, logits, arrays)
+            return {name: rows.put(carry[name], results[name]) for name in carry}
+
+        by_name = self.loop(step, self.empty_results())
+        if head.reduction != "none":
+            return [self.total(*by_name.values())]
+        results = head.program.results
+        return [self.masked(by_name[n]) if n in results else by_name[n] for n in head.outputs]
 
     def backward(self) -> list[jax.Array]:
-        dy, *others = self.linear
-        return self.gradients([self.weighted(dy), *others])
+        return self.gradients([*map(self.masked, self.linear)])
+
+    def tangent(self) -> list[jax.Array]:
+        """Compute the tangents of the rows' results from the tangents of the operands."""
+        along = dict(zip(self.head.wrt, self.linear))
+        if "weight" in along:
+            along["weight"] = self.padded(along["weight"], self.dtype)
+
+        def step(rows: Rows, carry: Carry) -> Carry:
+            def run(*arrays: jax.Array) -> list[jax.Array]:
+                given = self.given | dict(zip(along, arrays))
+                results = self.results(rows, *self.of_chunk(rows, given))
+                return [results[name] for name in carry]
+
+            _, results = jax.jvp(run, [self.given[name] for name in along], [*along.values()])
+            return {name: rows.put(carry[name], y) for name, y in zip(carry, results)}
+
+        results = self.loop(step, self.empty_results())
+        return [self.masked(results[name]) for name in self.head.outputs]
+
+    def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return a list of the gradients of sum(cotangents * results).
+
+        The call is a backward pass, or a forward pass that computes the gradients together with the
+        losses. In a forward pass, the list starts with an array of the losses of all rows.
+        """
+        head, makes_losses = self.head, self.head.direction == "fwd"
+        dtypes = {name: self.gradient_dtype(name) for name in head.wrt}
+        is_narrow = self.dtype.name == "float16"
+        in_one = (self.chunk == self.rows or self.holds_dlogits) and not is_narrow
+        weight_dtype = dtypes["weight"] if in_one and "weight" in dtypes else self.wide
+        zeros = {name: jnp.zeros(self.primals[name].shape, dtypes[name]) for name in head.wrt}
+        of_rows = {name: a for name, a in zeros.items() if kind(name) in OF_ROWS}
+
+        def step(rows: Rows, carry: Carry) -> Carry:
+            losses, dlogits, others = self.derivative(rows, cotangents)
+            results = {}
+            if makes_losses:
+                results[head.outputs[0]] = rows.put(carry[head.outputs[0]], losses)
+            for name, gradient in others.items():
+                if name in of_rows:
+                    gradient = rows.unmasked(gradient).astype(dtypes[name])
+                    results[name] = rows.put(carry[name], gradient)
+                else:
+                    wide = jnp.promote_types(self.wide, gradient.dtype)
+                    results[name] = added(carry, name, rows.if_any(gradient).astype(wide))
+            if self.holds_dlogits:
+                return results | {"dlogits": rows.put(carry["dlogits"], dlogits)}
+            return results | products(rows, dlogits, carry)
+
+        def products(rows: Rows, dlogits: jax.Array, carry: Carry) -> Carry:
+            x, results = rows.of_x(self.x), {}
+            if "bias" in head.wrt:
+                results["bias"] = added(carry, "bias", jnp.sum(dlogits, 0, dtype=self.wide))
+            sizes: Any = 1
+            largest: Any = 1
+            if is_narrow:
+                # Divide each row by a power of two, so that small gradients do not underflow.
+                of_rows = jnp.max(jnp.abs(dlogits), -1, keepdims=True, initial=0)
+                sizes, largest = _powers_of_two(of_rows)
+                dlogits = (dlogits / sizes).astype(self.dtype)
+                x = sizes / largest * x.astype(self.wide)
+            if "x" in head.wrt:
+                dtype = self.wide if is_narrow else dtypes["x"]
+                dx = sizes * self.dot(dlogits, self.given["weight"], (1, 1), dtype)
+                results["x"] = rows.put(carry["x"], dx.astype(dtypes["x"]))
+            if "weight" in head.wrt:
+                dw = self.dot(x.astype(self.dtype), dlogits, (0, 0), weight_dtype)
+                results["weight"] = added(carry, "weight", largest * dw)
+            return results
+
+        def added(carry: Carry, name: str, part: jax.Array) -> jax.Array:
+            return carry[name] + part if name in carry else part
+
+        carry = (self.empty_results() if makes_losses else {}) | of_rows
+        if self.holds_dlogits:
+            dx = {"x": carry.pop("x")} if "x" in of_rows else {}
+            carry["dlogits"] = lax.empty((self.rows, self.classes + self.padding), self.dtype)
+            results = self.loop(step, carry, starts_sums="shared" in map(kind, head.wrt))
+            all_rows = Rows(self, jnp.int32(0), self.rows)
+            results |= products(all_rows, results.pop("dlogits"), dx)
+        else:
+            results = self.loop(step, carry, starts_sums={*of_rows} != {*head.wrt})
+
+        def finished(name: str) -> jax.Array:
+            a = results.get(name, zeros[name])  # There are no results if there are no rows.
+            a = a[..., : self.classes] if name in ("weight", "bias") else a
+            return a.astype(dtypes[name])
+
+        losses = [results[head.outputs[0]]] if makes_losses else []
+        return [*losses, *map(finished, head.wrt)]
 
     @property
     def accumulator(self) -> int:
@@ -285,226 +363,177 @@ class Chunks:
           multiplied by a power of two before it is cast to the gradient's dtype.
         """
         has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
-        dtype = self.gradient_dtype("weight", self.weight)
-        if not has_sum or self.dtype.name == "float16" or dtype == self.wide:
+        is_narrow = self.dtype.name == "float16"
+        if not has_sum or is_narrow or self.gradient_dtype("weight") == self.wide:
             return 0
-        return math.prod(self.weight.shape) * self.wide.itemsize
+        return math.prod(self.primals["weight"].shape) * self.wide.itemsize
 
-    def gradient_dtype(self, name: str, operand: jax.Array) -> np.dtype:
+    def gradient_dtype(self, name: str) -> np.dtype:
         """Return the dtype of a device's part of the gradient of an operand.
 
         As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
         gradients are not rounded, because small ones would underflow: the forward pass of a loss
         already computes them, before the backward pass multiplies them by the loss scale.
         """
-        if self.over.classes if name == "x" else self.over.rows:
-            return self.dtype if self.dtype.name == "bfloat16" else self.wide
-        return self.head.gradient_dtype(operand.dtype)
-
-    def sizes(self, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return two arrays: a power of two for each row, and the largest of these powers of two.
-
-        The cotangents of a row are divided by its power of two to avoid underflow. This division is
-        exact. The power of two is the magnitude of the row's largest cotangent, multiplied by the
-        magnitude of the logits' scale, and rounded to a power of two.
-
-        Masked rows, and rows whose magnitude is 0 or not finite, have no power of two of their own.
-        They get the largest power of two of all other rows, on all devices. If there are no other
-        rows, they get 1.
-        """
-        sizes = [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents]
-        sizes = [jnp.max(a, -1, initial=0) if a.ndim > 1 else a for a in sizes]
-        size = functools.reduce(jnp.maximum, sizes) * abs(self.head.logits_scale)
-        if self.row_scales is not None:
-            size = size * abs(self.row_scales)
-        counts = jnp.isfinite(size) & (size > 0)
-        if self.counted is not None:
-            counts &= self.counted
-        info = jnp.finfo(self.wide)
-        size = jnp.clip(jnp.where(counts, size, 1), info.smallest_normal, info.max / 2)
-        size = lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
-        largest = jnp.max(jnp.where(counts, size, 0), initial=0)
-        if self.over.rows:
-            largest = lax.pmax(largest, self.over.rows)
-        largest = jnp.where(largest > 0, largest, 1)
-        return jnp.where(counts, size, largest), largest
-
-    def of_rows(self) -> list[jax.Array]:
-        """Return the results of all rows and, if `keeps` is set in the call, the statistics."""
-
-        def step(rows: Rows, carry: Carry) -> Carry:
-            logits = self.product(rows.of_x(self.x), self.factor, self.bias)
-            call = self.call(logits.shape, rows)
-            results = linear_loss_call.forward(call, rows.operands(logits))
-            return {name: rows.put(carry[name], a) for name, a in results.items()}
-
-        results = self.loop(step, self.empty_results())
-        return [results[name] for name in self.head.outputs]
+        dtype = self.head.gradient_dtype(self.primals[name].dtype)
+        if kind(name) == "row" or not (self.over.classes if name == "x" else self.over.rows):
+            return dtype
+        if kind(name) == "shared":
+            return np.dtype(jnp.promote_types(self.wide, dtype))
+        return self.dtype if self.dtype.name == "bfloat16" else self.wide
 
     def empty_results(self) -> Carry:
         """Return arrays of zeros, into which the loop writes the results of the rows."""
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.head.outputs, (self.rows,))
-        if self.head.several:
-            assert self.labels is not None
-            shapes["y"] = self.labels.shape
-        return {name: jnp.zeros(shape, self.wide) for name, shape in shapes.items()}
-
-    def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return a list of the gradients of sum(cotangents * results).
-
-        The call is a backward pass, or a forward pass that computes the gradients together with the
-        losses. In a forward pass, the list starts with an array of the losses of all rows.
-        """
-        head, makes_losses = self.head, self.head.direction == "fwd"
-        given = {"x": self.x, "weight": self.weight, "bias": self.bias}
-        operands = {name: a for name, a in given.items() if a is not None}
-        dtypes = {name: self.gradient_dtype(name, a) for name, a in operands.items()}
-        sizes = shares = None
-        largest = jnp.ones((), self.wide)
-        if self.dtype.name == "float16":
-            sizes, largest = self.sizes(cotangents)
-            # The division by `sizes` must be undone in the gradients of weight and bias, which are
-            # sums over rows. Since sizes = shares * largest, this is done in two steps: each row is
-            # multiplied by its entry of `shares`, and the sum over the rows is multiplied by
-            # `largest`.
-            shares = sizes / largest
-            cotangents = [ct / _like(sizes, ct) for ct in cotangents]
-        in_one = self.chunk == self.rows or self.holds_dlogits
-        weight_dtype = dtypes["weight"] if in_one and sizes is None else self.wide
-
-        def step(rows: Rows, carry: Carry) -> Carry:
-            *y, dlogits = self.dlogits(rows, cotangents)
-            losses = {"y": rows.put(carry["y"], y[0])} if makes_losses else {}
-            if self.holds_dlogits:
-                return losses | {"dlogits": rows.put(carry["dlogits"], dlogits)}
-            return losses | products(rows, dlogits, carry)
-
-        def products(rows: Rows, dlogits: jax.Array, carry: Carry) -> Carry:
-            x, results = rows.of_x(self.x), {}
-            if "x" in head.wrt:
-                dx = self.dot(
-                    dlogits, self.factor, (1, 1), dtypes["x"] if sizes is None else self.wide
-                )
-                if sizes is not None:
-                    dx = (rows.of(sizes)[:, None] * dx).astype(dtypes["x"])
-                results["x"] = rows.put(carry["x"], dx)
-            of_bias = dlogits
-            if shares is not None:
-                share = rows.of(shares)[:, None]
-                x, of_bias = share * x.astype(self.wide), share * dlogits.astype(self.wide)
-            sums = {}
-            if "weight" in head.wrt:
-                sums["weight"] = self.dot(x.astype(self.dtype), dlogits, (0, 0), weight_dtype)
-            if "bias" in head.wrt:
-                sums["bias"] = jnp.sum(of_bias, 0, dtype=self.wide)
-            for name, part in sums.items():
-                results[name] = carry[name] + part if name in carry else part
-            return results
-
-        carry = {"y": jnp.zeros(self.rows, self.wide)} if makes_losses else {}
-        dx = {"x": jnp.zeros(self.x.shape, dtypes["x"])} if "x" in head.wrt else {}
-        if self.holds_dlogits:
-            dlogits = lax.empty((self.rows, self.classes + self.padding), self.dtype)
-            results = self.loop(step, carry | {"dlogits": dlogits})
-            all_rows = Rows(self, jnp.int32(0), self.rows)
-            results |= products(all_rows, results.pop("dlogits"), dx)
-        else:
-            results = self.loop(step, carry | dx, starts_sums=head.wrt != ("x",))
-
-        def finished(name: str) -> jax.Array:
-            if name in carry | dx:
-                return results[name]
-            a = results.get(name)
-            if a is None:  # There are no rows.
-                return jnp.zeros(operands[name].shape, dtypes[name])
-            a = lax.slice_in_dim(a, 0, self.classes, axis=-1)
-            return (a if sizes is None else largest * a).astype(dtypes[name])
-
-        return [finished(name) for name in (*["y"] * makes_losses, *head.wrt)]
-
-    def dlogits(self, rows: "Rows", cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return a list whose last element is the dlogits of a chunk.
-
-        If the call has saved results, this is the only element. Otherwise, the chunk's results
-        precede it.
-        """
-        logits = self.product(rows.of_x(self.x), self.factor, self.bias)
-        call = self.call(logits.shape, rows)
-        cotangents = [*map(rows.of, cotangents)]
-        if self.kept:
-            residuals = self.residuals(call.with_stats(), rows, logits)
-            return [linear_loss_call.dlogits(call, residuals, cotangents, self.dtype)]
-        return linear_loss_call.forward_and_dlogits(
-            call, rows.operands(logits), cotangents, self.dtype, differentiable=self.recompute
-        )
-
-    def tangent(self) -> list[jax.Array]:
-        """Compute the tangents of the rows' results from the tangents of the operands."""
-        along = dict(zip(self.head.wrt, self.linear))
-        tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
-        tw = None if tw is None else self.padded(tw, self.dtype)
-        tb = None if tb is None else self.padded(tb, self.logits_dtype)
-
-        def step(rows: Rows, carry: Carry) -> Carry:
-            x = rows.of_x(self.x)
-            logits = self.product(x, self.factor, self.bias)
-            moves = []
-            if tx is not None:
-                moves.append(self.product(rows.of_x(tx), self.factor))
-            if tw is not None:
-                moves.append(self.product(x, tw))
-            if tb is not None:
-                moves.append(jnp.broadcast_to(tb, logits.shape))
-            along = sharding.vary_alike([logits, sum(moves[1:], moves[0])])[1]
-            call = self.call(logits.shape, rows)
-            residuals = self.residuals(call.with_stats(), rows, logits)
-            tangents = linear_loss_call.tangent(call, residuals, along)
-            return {name: rows.put(carry[name], a) for name, a in zip(names, tangents)}
-
+        types = self.head.program.statistics | self.head.program.results
         names = self.head.outputs
-        results = self.loop(step, self.empty_results())
-        y, *others = (results[name] for name in names)
-        return [self.weighted(y), *others]
+        return {n: jnp.zeros((self.rows, *types[n].shape), types[n].dtype) for n in names}
 
-    def residuals(self, call: Call, rows: "Rows", logits: jax.Array) -> Carry:
-        """Return a dict of the residuals from which the derivative of a chunk's loss is computed.
-
-        Results and statistics that the forward pass did not save are recomputed.
-        """
-        operands = rows.operands(logits)
-        kept = rows.kept() if self.kept else linear_loss_call.forward(call, operands)
-        return operands | kept
-
-    def weighted(self, losses: jax.Array) -> jax.Array:
-        return losses if self.where is None else weighted(losses, _like(self.where, losses))
+    def masked(self, y: jax.Array) -> jax.Array:
+        """Multiply an array with an element for each row by ``where``."""
+        if self.where is None or self.counted is None:
+            return y
+        if self.where.dtype != bool and is_inexact(y):
+            y = (_like(self.where, y) * y).astype(y.dtype)
+        return jnp.where(_like(self.counted, y), y, jnp.zeros_like(y))
 
     def scale(self) -> jax.Array:
-        """Return the factor that turns the sum of the losses into the result.
-
-        It is 1 for a sum, and 1 / (sum of weights) for a mean.
-        """
-        if self.head.reduction == "sum":
-            return jnp.ones((), self.wide)
-        if self.where is None:
-            shards = lax.axis_size(self.over.rows) if self.over.rows else 1
-            return jnp.asarray(1 / max(self.rows * shards, 1), self.wide)
-        return _inverse(_sum_over(jnp.sum(self.where, dtype=self.wide), self.over.rows))
+        weights = jnp.ones(self.rows) if self.where is None else self.where
+        return scale(weights.astype(self.wide), self.head.reduction, (0,), self.over.rows)
 
     def total(self, losses: jax.Array) -> jax.Array:
-        return self.scale() * _sum_over(jnp.sum(self.weighted(losses)), self.over.rows)
+        return self.scale() * _sum_over(jnp.sum(self.masked(losses)), self.over.rows)
 
     # ------------------------------------------------------------------------------ one chunk
 
-    def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.logits_dtype)
-        return logits if bias is None else logits + self.padded(bias, self.logits_dtype)[None]
+    def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
+        """Return the logits of a chunk, and the other operands of a traced function.
 
-    def padded(self, a: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Cast `a` to `dtype`, and pad its last axis (the classes) with zeros.
+        In a traced function, a masked row has the arrays of a row that counts. So the function has
+        no NaN in a masked row that it does not have in other rows: the gradients of shared arrays
+        are sums over all rows.
 
-        `a` is weight, bias, the tangent of weight, or the tangent of bias.
+        Args:
+          rows: the rows of the chunk.
+          given: the operands; the weights are cast and padded.
         """
-        a = a.astype(dtype)
+        is_traced = self.head.program.after is not None
+        x = rows.filled(rows.of(given["x"])) if is_traced else rows.of_x(given["x"])
+        logits = self.product(x, given["weight"], given.get("bias"), self.head.dtypes)
+        if not is_traced:
+            return logits, {}
+        arrays = {
+            name: rows.filled(rows.of(given[name])) if kind(name) == "row" else given[name]
+            for name in self.head.operands
+            if name.startswith(("row", "shared"))
+        }
+        logits, *others = sharding.vary_alike([logits, *arrays.values()])
+        return logits, dict(zip(arrays, others))
+
+    def results(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> Carry:
+        """Return the results of a chunk's rows and, if `keeps` is set in the call, statistics."""
+        program, sources = self.head.program, [logits[:, : self.classes]]
+        if program.loss is not None:
+            call, operands = self.loss(rows, logits, arrays)
+            outputs = _bound(call.with_stats() if self.head.keeps else call, operands)
+            if program.after is None:
+                return outputs
+            sources = [*map(rows.filled, outputs.values())]
+        return dict(zip(program.results, self.mapped(program.after, rows, sources, arrays)))
+
+    def derivative(
+        self, rows: "Rows", cotangents: Sequence[jax.Array]
+    ) -> tuple[Any, jax.Array, Carry]:
+        """Return the first result of a chunk's rows, and the gradients of its logits and operands.
+
+        If the forward pass saved results, the first result is None. The gradient of the logits has
+        the dtype of the matmuls' operands, or a wider one in float16. The gradients of the operands
+        of a traced function are in a dict.
+        """
+        program, loss = self.head.program, self.head.program.loss
+        logits, arrays = self.of_chunk(rows, self.given)
+        wanted = {name: a for name, a in arrays.items() if name in self.head.wrt}
+        cotangents = [*map(rows.of, cotangents)]
+        dtype = self.wide if self.dtype.name == "float16" else self.dtype
+
+        def pulled(function: Callable[..., Any], *of: jax.Array) -> list[Any]:
+            """Return the first result, the gradients of the arrays `of`, and those of `wanted`."""
+
+            def inexact(*values: jax.Array) -> list[jax.Array]:
+                others = arrays | dict(zip(wanted, values[len(of) :]))
+                return [y for y in function(values[: len(of)], others) if is_inexact(y)]
+
+            ys, pullback = jax.vjp(inexact, *of, *wanted.values())
+            # Rows that also belong to the next chunk count there.
+            cts = [rows.unmasked(ct).astype(y.dtype) for ct, y in zip(cotangents, ys)]
+            gradients = pullback([*sharding.vary_alike([*ys, *cts])[len(ys) :]])
+            return [ys[0], [*gradients[: len(of)]], dict(zip(wanted, gradients[len(of) :]))]
+
+        if loss is None or self.recompute:  # JAX differentiates the results.
+            y, (dlogits,), others = pulled(
+                lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
+            )
+            return y, rows.unmasked(dlogits).astype(dtype), others
+        call, operands = self.loss(rows, logits, arrays)
+        if program.is_loss and not self.kept and not wanted:
+            # A single kernel may compute the results and the gradient together.
+            *ys, dlogits = _bound(call.with_gradient(dtype), operands, cotangents).values()
+            return ys[0], dlogits, {}
+        call, y, others = call.with_stats(), None, {}
+        outputs = rows.kept() if self.kept else _bound(call, operands)
+        if program.after is not None:
+            sources = [rows.filled(outputs[name]) for name in loss.returns]
+            after = functools.partial(self.mapped, program.after, rows)
+            y, cotangents, others = pulled(after, *sources)
+            cotangents = [*map(rows.unmasked, cotangents)]
+        # If the logits have the same dtype as their gradient, it may overwrite them.
+        outputs_of = call.returns[: len(cotangents)]
+        call = call.backward(("x",), outputs_of, gradient_dtype=dtype)
+        (dlogits,) = _bound(call, operands | outputs, cotangents).values()
+        return y, dlogits, others
+
+    def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
+        """Return the call of the jaxnorm loss that takes a chunk's logits, and its operands."""
+        program, loss, given = self.head.program, self.head.program.loss, self.given
+        assert loss is not None
+        if program.before is not None:
+            operands = dict(zip(loss.primals[1:], self.mapped(program.before, rows, [], arrays)))
+            if "teacher_logits" in operands:
+                operands["teacher_logits"] = self.padded(operands["teacher_logits"])
+        else:
+            operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
+        if self.head.teacher is not None:
+            of_teacher = given["teacher_weight"], given.get("teacher_bias")
+            dtypes = self.head.teacher, loss.spec.loss.teacher_dtype
+            teacher_logits = self.product(rows.of_x(given["teacher_x"]), *of_teacher, dtypes)
+            operands["teacher_logits"] = teacher_logits
+        counts = [a for a in (rows.counted, operands.get("positions")) if a is not None]
+        if counts:
+            operands["positions"] = functools.reduce(jnp.logical_and, counts)
+        changes: dict[str, Any] = {"padding": self.padding, "has_positions": bool(counts)}
+        if over := self.over.classes:
+            cols = logits.shape[1] * lax.axis_size(over)
+            changes |= {"cols": cols, "cols_over": over, "axes_over": (over,)}
+        mask = len(operands.get("mask", ()))
+        call = linear_loss_call.loss_of_rows(loss, logits.shape, mask, **changes)
+        return call, {"x": logits, "saved": logits} | operands
+
+    def mapped(
+        self, traced: Any, rows: "Rows", sources: Sequence[jax.Array], arrays: Carry
+    ) -> list[jax.Array]:
+        """Run a traced function on all rows of a chunk."""
+        axes = [*[0] * len(sources), *(0 if kind(name) == "row" else None for name in arrays)]
+        run = jax.vmap(functools.partial(_evaluated, traced), axes, axis_size=rows.size)
+        results: list[jax.Array] = run(*sources, *arrays.values())
+        return results
+
+    def product(self, x: jax.Array, weight: jax.Array, bias: Any, dtypes: Any) -> jax.Array:
+        """Return ``x @ weight + bias``. `dtypes` are those of the operands and of the result."""
+        logits = self.dot(x.astype(dtypes[0]), weight, (1, 0), dtypes[1])
+        return logits if bias is None else logits + self.padded(bias, dtypes[1])[None]
+
+    def padded(self, a: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
+        """Cast `a` to `dtype`, and pad its last axis (the classes) with zeros."""
+        a = a.astype(dtype or a.dtype)
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
@@ -514,46 +543,13 @@ class Chunks:
         """
         axes = ((over[:1], over[1:]), ((), ()))
         wide = max(dtype, a.dtype, key=lambda dtype: dtype.itemsize)  # as `lax` requires
-        result = lax.dot_general(
-            a, b, axes, precision=self.head.precision, preferred_element_type=wide
-        )
-        return result.astype(dtype)
-
-    def call(self, shape: tuple[int, ...], rows: "Rows") -> Call:
-        """Return the static description of the loss that is computed from a chunk's logits.
-
-        `shape` is the shape of these logits.
-        """
-        call = linear_loss_call.call_of(
-            self.head,
-            shape,
-            self.logits_dtype,
-            has_positions=rows.counted is not None,
-            mask=None if self.mask is None else rows.mask.shape,
-            teacher_dtype=None if self.teacher is None else self.teacher.logits_dtype,
-            candidates=self.labels.shape[-1]
-            if self.head.several and self.labels is not None
-            else None,
-        )
-        if self.head.keeps:
-            call = call.with_stats()
-        changes: dict[str, Any] = {"padding": self.padding}
-        if self.over.classes:
-            changes |= {
-                "cols": shape[1] * lax.axis_size(self.over.classes),
-                "cols_over": self.over.classes,
-                "axes_over": (self.over.classes,),
-            }
-        return call.replaced(**changes)
+        options: Any = {"precision": self.head.precision, "preferred_element_type": wide}
+        return lax.dot_general(a, b, axes, **options).astype(dtype)
 
     # ------------------------------------------------------------------------------- the loop
 
     def loop(
-        self,
-        step: Callable[["Rows", Carry], Carry],
-        carry: Carry,
-        *,
-        starts_sums: bool = False,
+        self, step: Callable[["Rows", Carry], Carry], carry: Carry, *, starts_sums: bool = False
     ) -> Carry:
         """Run all chunks, and return the carry after the last one.
 
@@ -567,18 +563,17 @@ class Chunks:
             return carry
         count = math.ceil(self.rows / self.chunk)
 
-        def body(i: jax.Array, carry: Carry, *, in_loop: bool = True) -> Carry:
-            def run(i: jax.Array, carry: Carry) -> Carry:
-                return step(Rows(self, i), carry)
+        def body(i: Any, carry: Carry) -> Carry:
+            return step(Rows(self, i), carry)
 
-            return (jax.checkpoint(run, prevent_cse=not in_loop) if self.recompute else run)(
-                i, carry
-            )
+        def checkpointed(**options: Any) -> Callable[[Any, Carry], Carry]:
+            return jax.checkpoint(body, **options) if self.recompute else body
 
         first = int(starts_sums or count == 1)
         if first:
-            carry = body(jnp.int32(0), carry, in_loop=False)
-        return lax.fori_loop(first, count, body, carry) if first < count else carry
+            carry = checkpointed()(jnp.int32(0), carry)
+        in_loop = checkpointed(prevent_cse=False)
+        return lax.fori_loop(first, count, in_loop, carry) if first < count else carry
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Cast an array of the loop's initial carry to the type that `step` returns.
@@ -586,28 +581,11 @@ class Chunks:
         Inside `jax.shard_map`, a type says over which mesh axes an array varies. The initial carry,
         an array of zeros, varies over none of them.
         """
-        own = (jax.typeof(a).manual_axis_type.varying for a in self.operands)
-        over = frozenset().union(*own)
+        operands = (*self.primals.values(), *self.linear)
+        over = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
         if name in self.head.outputs:  # `step` sums these arrays over all shards of classes.
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
-
-
-class _Teacher:
-    """The teacher's linear layer in a divergence. Its logits are constants."""
-
-    def __init__(self, chunks: Chunks, arrays: dict[str, jax.Array]):
-        self.chunks, self.x, weight = chunks, arrays["teacher_x"], arrays["teacher_weight"]
-        self.dtype, self.logits_dtype = chunks.head.dtypes(self.x.dtype, weight.dtype)
-        self.weight, self.bias = chunks.padded(weight, self.dtype), arrays.get("teacher_bias")
-
-    def logits(self, rows: "Rows") -> jax.Array:
-        """Return the teacher's logits for the rows of a chunk."""
-        x = rows.of_x(self.x).astype(self.dtype)
-        logits = self.chunks.dot(x, self.weight, (1, 0), self.logits_dtype)
-        if self.bias is None:
-            return logits
-        return logits + self.chunks.padded(self.bias, self.logits_dtype)[None]
 
 
 class Rows:
@@ -635,29 +613,6 @@ class Rows:
         # also belong to the next chunk. None if there cannot be such rows.
         self.counted = own
 
-    @property
-    def mask(self) -> jax.Array:
-        """The mask of classes for this chunk's rows. It has one row if all rows share the mask."""
-        mask = self.chunks.mask
-        assert mask is not None
-        return mask if len(mask) == 1 else self.of(mask)
-
-    def operands(self, logits: jax.Array) -> Carry:
-        """Return a dict with the operands of the loss that takes this chunk's logits."""
-        operands = {"x": logits, "saved": logits}
-        if self.chunks.labels is not None:
-            name = "candidates" if self.chunks.head.several else "labels"
-            operands[name] = self.of(self.chunks.labels)
-        if self.chunks.teacher is not None:
-            operands["teacher_logits"] = self.chunks.teacher.logits(self)
-        if self.chunks.row_scales is not None:
-            operands["logits_scale"] = self.of(self.chunks.row_scales)
-        if self.counted is not None:
-            operands["positions"] = self.counted
-        if self.chunks.mask is not None:
-            operands["mask"] = self.mask
-        return operands
-
     def kept(self) -> Carry:
         """Return a dict with this chunk's rows of the saved results and statistics.
 
@@ -669,6 +624,8 @@ class Rows:
         return kept
 
     def of(self, a: jax.Array) -> jax.Array:
+        if len(a) == 1:  # a mask of classes that all rows share, or there is only one row
+            return a
         part = lax.dynamic_slice_in_dim(a, self.start, self.size)
         return launching.own_buffer(part) if self.overlaps else part
 
@@ -713,6 +670,56 @@ def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
     return of_rows.reshape(*of_rows.shape, *[1] * (a.ndim - of_rows.ndim))
 
 
-def _inverse(total: jax.Array) -> jax.Array:
-    """Return 1 / total, or 0 if total is 0: the mean of no rows is defined as 0."""
-    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Carry:
+    """Run a pass of the loss of a chunk's logits. `linear` are the cotangents."""
+    names = call.primals if call.direction == "fwd" else call.residual_names
+    arrays = [operands[name] for name in names]
+    return dict(zip(call.returns, linear_loss_call.bind(call, *arrays, *linear)))
+
+
+def _powers_of_two(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round positive numbers down to powers of two, and return them and the largest of them.
+
+    Zeros, infinities and NaNs become the largest.
+    """
+    counts = jnp.isfinite(sizes) & (sizes > 0)
+    info = jnp.finfo(sizes.dtype)
+    sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)
+    sizes = lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)
+    largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
+    largest = jnp.where(largest > 0, largest, 1)
+    return jnp.where(counts, sizes, largest), largest
+
+
+def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
+    """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
+
+    Inside `jax.shard_map`, the operands of an equation must vary over the same mesh axes. The
+    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline. The
+    shardings that equations name are those of arrays that the function closes over; they are
+    dropped, because shards have none.
+    """
+    jaxpr = program.jaxpr
+    values: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays])
+    )
+
+    def value(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for equation in jaxpr.eqns:
+        operands = [*map(value, equation.invars)]
+        if equation.primitive.name in ("jit", "pjit"):
+            results: Any = _evaluated(equation.params["jaxpr"], *operands)
+        elif equation.primitive.name == "reshard":
+            results = operands
+        else:
+            params = {
+                key: None if isinstance(param, NamedSharding) else param
+                for key, param in equation.primitive.get_bind_params(equation.params).items()
+            }
+            operands = [jnp.asarray(a) if isinstance(a, np.generic) else a for a in operands]
+            results = equation.primitive.bind(*sharding.vary_alike(operands), **params)
+            results = results if equation.primitive.multiple_results else [results]
+        values |= zip(equation.outvars, results)
+    return [*map(value, jaxpr.outvars)]

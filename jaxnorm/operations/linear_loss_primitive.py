@@ -13,7 +13,9 @@ A call takes this number of matmuls (a divergence also computes the teacher's lo
     results of each row, and their gradients        4
 """
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +28,7 @@ from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.operations import linear_loss_chunks
-from jaxnorm.operations.linear_loss_call import OF_ROWS, Kind, LinearLossCall, Over
+from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.recomputation import linear
@@ -39,52 +41,58 @@ class LossRules(Rules[LinearLossCall]):
     """The JAX rules of the linear losses."""
 
     static = "head"
-    chunks: type[linear_loss_chunks.Chunks] = linear_loss_chunks.Chunks
+
+    def check_vma(self, head: LinearLossCall) -> bool:
+        # The equations of a traced function do not say over which mesh axes arrays vary.
+        return head.program.after is None
+
+    def lower(self, head: LinearLossCall, ctx: Any, *arrays: Any) -> Any:
+        """Lower a pass; inside the user's `jax.shard_map`, without the mesh axes of types."""
+        plain = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in]
+        return super().lower(head, ctx.replace(avals_in=plain), *arrays)
 
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Return the types of a call's results.
 
-        Results with a number for each row are sharded like the rows of x. A gradient is sharded
-        like its operand.
+        Results of rows are sharded like the rows of x. A gradient is sharded like its operand.
         """
-        by_name = dict(zip(head.primals, avals))
-        x, mesh = by_name["x"], sharding.mesh_of(avals)
-        wide = head.result_dtype(by_name)
-        types = []
-        for name, kind in zip(head.returns, head.kinds_returned):
+        by_name, mesh = dict(zip(head.primals, avals)), sharding.mesh_of(avals)
+        results = head.program.statistics | head.program.results
+        x, types = by_name["x"], []
+        for name, kind_ in zip(head.returns, head.kinds_returned):
             if name in by_name:
                 dtype = head.gradient_dtype(by_name[name].dtype)
                 types.append(by_name[name].update(dtype=dtype, weak_type=False))
-            else:
-                axes = 0 if kind == "total" else x.ndim - 1
-                shape, split = x.shape[:axes], x.sharding.spec[:axes]
-                if kind == "candidate":
-                    shape, split = by_name["labels"].shape, (*split, None)
-                types.append(sharding.type_like(x, mesh, shape, wide, split))
+                continue
+            of_row, axes = results[name], 0 if kind_ == "total" else x.ndim - 1
+            split = (*x.sharding.spec[:axes], *[None] * len(of_row.shape))
+            shape = (*x.shape[:axes], *of_row.shape)
+            types.append(sharding.type_like(x, mesh, shape, of_row.dtype, split))
         return types
 
     def plain(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays, chunks=self.chunks)
+        return linear_loss_chunks.run(head, *arrays)
 
     def on_shard(self, head: LinearLossCall, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays, chunks=self.chunks, **layout)
+        return linear_loss_chunks.run(head, *arrays, **layout)
 
     def differentiated(
         self, head: LinearLossCall, *arrays: jax.Array, **layout: Any
     ) -> list[jax.Array]:
-        options = {"chunks": self.chunks, "recompute": True, **layout}
-        return linear_loss_chunks.run(head, *arrays, **options)
+        return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
 
     def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # The results include gradients, so the tangents are second-order derivatives.
             return self.second_order(head, primals, tangents)
-        nonzeros = nonzero(zip(head.primals, tangents))
+        nonzeros = _of_differentiable(head, tangents)
         if head.reduction == "none":
-            with_kept = head.with_kept()
+            with_kept = dataclasses.replace(head, keeps=bool(head.kept))
             outputs = self.bind(with_kept, *primals)
             by_name = dict(zip(with_kept.outputs, outputs))
             residuals = [*primals, *(by_name[name] for name in head.kept)]
-            return outputs[: len(head.outputs)], self.tangents_of(head, residuals, nonzeros)
+            results = [by_name[name] for name in head.outputs]
+            along = iter(self.tangents_of(head, residuals, nonzeros))
+            return results, [next(along) if is_inexact(y) else zero_like(y) for y in results]
         nonzeros = _without_left_out_rows(head, primals, nonzeros)
         with_gradients = head.with_gradients([*nonzeros])
         outputs = remat.named(self.names(with_gradients), self.bind(with_gradients, *primals))
@@ -96,7 +104,7 @@ class LossRules(Rules[LinearLossCall]):
         # Compute all gradients. When a `jax.checkpoint` policy decides which gradients are saved,
         # JAX does not know yet which gradients are used. Unused ones are removed later as dead
         # code.
-        return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
+        return head.with_gradients(head.differentiable)
 
     def names(self, head: LinearLossCall) -> list[str | None]:
         return [None, *(_GRADIENT for _ in head.wrt)]
@@ -106,7 +114,7 @@ class LossRules(Rules[LinearLossCall]):
     ) -> tuple[Any, Any]:
         with_gradients = self.with_residuals(head)
         assert with_gradients is not None
-        nonzeros = nonzero(zip(head.primals, tangents))
+        nonzeros = _of_differentiable(head, tangents)
         nonzeros = _without_left_out_rows(head, primals, nonzeros)
         return self._along(with_gradients, outputs, nonzeros)
 
@@ -149,14 +157,14 @@ class LossRules(Rules[LinearLossCall]):
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
-        parameters = {"weight", "bias", "teacher_weight", "shared"}
+        parameters = {"weight", "columns", "shared"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
         returns_gradients = head.direction == "fwd" and bool(head.wrt)
         if returns_gradients or parameters & {*head.kinds_returned, *batched}:
             one = functools.partial(self.bind, head)
             return sharding.map_batch(one, arrays, dims), [0] * len(head.kinds_returned)
 
-        def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
+        def with_batch_axis(a: jax.Array, dim: int | None, kind: str) -> jax.Array:
             if kind in parameters:
                 return a
             return a[None] if kind == "mask" and dim is None else batch_first(a, dim, size)
@@ -164,10 +172,11 @@ class LossRules(Rules[LinearLossCall]):
         rows = [*map(with_batch_axis, arrays, dims, kinds)]
         if head.direction != "fwd" or head.reduction == "none":
             return self.bind(head, *rows), [0] * len(head.kinds_returned)
-        (losses,) = self.bind(head.rowwise(), *rows)
-        where = dict(zip(head.primals, rows)).get("where")
+        (losses,) = self.bind(dataclasses.replace(head, reduction="none"), *rows)
+        weights = dict(zip(head.primals, rows)).get("where", jnp.ones_like(losses))
         axes = range(1, losses.ndim)
-        return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
+        scale = linear_loss_chunks.scale(weights.astype(losses.dtype), head.reduction, axes)
+        return [scale * jnp.sum(losses, axes)], [0]
 
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
         """Return the sharding of the loop's rows and classes, and each device's function.
@@ -190,14 +199,15 @@ class LossRules(Rules[LinearLossCall]):
         """
         by_name = dict(zip(head.takes, types))
         x, weight = by_name["x"], by_name["weight"]
-        of_rows = by_name.get("labels", x)
+        of_rows = by_name.get("labels", by_name.get("candidates", x))
         stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
         rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
         gathered: tuple[tuple[str, ...], ...] = ((),) * len(rows)
-        if head.splits_classes:
+        splits_classes = head.program.after is None
+        if splits_classes:
             gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
         rows = [names[: len(names) - len(last)] for names, last in zip(rows, gathered)]
-        is_whole = {*sum(rows, ())} & {*stored[1]} or not head.splits_classes
+        is_whole = {*sum(rows, ())} & {*stored[1]} or not splits_classes
         classes = () if is_whole else stored[1]
         features = sharding.axes_over(x, len(rows), mesh)
         for name in (*stored[0], *stored[1]):
@@ -216,21 +226,15 @@ class LossRules(Rules[LinearLossCall]):
         over_rows = sum(rows, ())
         d, v = (names if {*names} <= {*over_rows} else () for names in stored)
         over = Over(over_rows, classes, stored=(d, v), gathered=gathered, moved=tuple(moved))
-        axes: dict[Kind, Any] = {
+        of: dict[str, Any] = {
             "x": (*of_x, tuple(name for name in features if name in sum(moved, ()))),
             "weight": (d, v or classes),
-            "bias": (classes,),
             "row": rows,
-            "candidate": (*rows, ()),
-            "teacher_x": (*rows, ()),
-            "teacher_weight": ((), classes),
             "mask": (*rows, classes),
-            "total": (),
-            "shared": (),
         }
 
-        def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
-            names = axes[kind]
+        def spec(kind: str, shape: Sequence[int] = (0,)) -> PartitionSpec:
+            names = [*[()] * (len(shape) - 1), classes] if kind == "columns" else of.get(kind, ())
             if kind == "mask":  # Axes of size 1, along which a mask is broadcast, stay unsharded.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
             return PartitionSpec(*[over or None for over in names])
@@ -243,23 +247,31 @@ class LossRules(Rules[LinearLossCall]):
         )
 
     def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
-        axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
-        rows = " ".join(axes)
-        # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
-        # shard weight and its gradient like x. With different names, weight and its gradient keep
-        # the sharding of weight.
-        factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
-        factors |= {"teacher_x": f"{rows} e", "teacher_weight": "f v", "candidate": f"{rows} c"}
-        if head.has_mask:
-            shape = arrays[head.takes.index("mask")].shape
-            names = (
-                f"m{i}" if size == 1 else n for i, (n, size) in enumerate(zip([*axes, "v"], shape))
-            )
-            factors["mask"] = " ".join(names)
-        operands, results = (
-            [factors[kind] for kind in kinds] for kinds in (head.kinds_taken, head.kinds_returned)
-        )
-        return Factors(operands, results, whole=("c",) * head.several)
+        fresh = (f"t{i}" for i in itertools.count())
+        rows = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
+        shapes = {n: (*rows, *a.shape) for n, a in head.program.statistics.items()}
+        shapes |= {n: (*rows, *a.shape) for n, a in head.program.results.items()}
+        shapes |= dict(zip(head.takes, (a.shape for a in arrays)))
+
+        def factors(name: str, kind: str) -> str:
+            # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
+            # shard weight and its gradient like x. With different names, weight and its gradient
+            # keep the sharding of weight.
+            known: dict[str, list[str]] = {"x": [*rows, "d"], "weight": ["k", "v"], "total": []}
+            if kind in known:
+                return " ".join(known[kind])
+            first = rows if kind in OF_ROWS else []
+            last = ["v"] if kind in ("columns", "mask") else []
+            others = len(shapes[name]) - len(first) - len(last)
+            names = [*first, *itertools.islice(fresh, others), *last]
+            if kind == "mask":
+                names = [next(fresh) if s == 1 else n for n, s in zip(names, shapes[name])]
+            return " ".join(names)
+
+        operands = [*map(factors, head.takes, head.kinds_taken)]
+        results = [*map(factors, head.returns, head.kinds_returned)]
+        named = dict.fromkeys(" ".join(operands).split())
+        return Factors(operands, results, whole=tuple(n for n in named if n.startswith("t")))
 
 
 def _gathered_rows(
@@ -333,8 +345,13 @@ def _without_left_out_rows(
         counts, along = sharding.vary_alike([counts, along])
         return jnp.where(sharding.lie_alike(counts, along), along, 0)
 
-    kinds = dict(zip(head.primals, head.kinds_of(head.primals)))
-    return {n: of_counted(t) if kinds[n] in OF_ROWS else t for n, t in tangents.items()}
+    return {n: of_counted(t) if kind(n) in OF_ROWS else t for n, t in tangents.items()}
+
+
+def _of_differentiable(head: LinearLossCall, tangents: Sequence[Any]) -> dict[str, jax.Array]:
+    """Return the nonzero tangents of the operands that can have one, in a dict."""
+    nonzeros = nonzero(zip(head.primals, tangents))
+    return {name: t for name, t in nonzeros.items() if name in head.differentiable}
 
 
 _RULES = LossRules()

@@ -1,5 +1,6 @@
 """The losses and the divergence of logits, and the checks of their arguments."""
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -159,14 +160,11 @@ def _of_rows(
     shape = logits.shape
     in_order = checks.axes_in_order(function, axis, shape, of="logits")
     axes = tuple(sorted(in_order))
-    checks.not_one_hot(function, labels, shape, axes)
-    labels = checks.integer_array(function, "labels", labels)
-    mask = weights = None
     dtype, view = checks.arithmetic_dtype(logits.dtype), RowView.of(shape, axes)
+    why = f"the shape of logits {shape} without axis={axis!r}"
+    labels, candidates = checked_labels(function, function, labels, view, why)
     scale = scales.of_logits(function, logits_scale, view.shape_of("label"), dtype)
-    if where is not None:
-        array = checks.weights(function, "where", where, dtype)
-        mask, weights = _masks(function, array, view)
+    mask, weights = masks(function, where, view, dtype)
     if in_order != axes:
         # A label is the index of a class in row-major order of the class axes. The user's labels
         # are computed with the axes in the order of the argument `axis`, such as (2, 1).
@@ -174,21 +172,12 @@ def _of_rows(
         # axis 2 to position 1, and axis 1 to position 2. The labels then fit without a conversion.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
-    expected = view.shape_of("label")
-    may_be_several = FUNCTIONS[function].several is not None
-    is_several = may_be_several and labels.shape[:-1] == expected and labels.ndim > len(expected)
-    if is_several:
-        checks.fewer_than_classes(function, labels.shape, view.cols)
-    else:
-        also = f", or {expected} and an axis of several labels" if may_be_several else ""
-        why = f"the shape of logits {shape} without axis={axis!r}{also}"
-        checks.same_shape(function, "labels", labels.shape, expected, why)
     call = loss_call(
         function,
         logits.shape,
         logits.dtype,
         axis=axis,
-        candidates=labels.shape[-1] if is_several else None,
+        candidates=candidates,
         mask=None if mask is None else mask.shape,
         has_positions=weights is not None,
         implementation=implementation,
@@ -200,8 +189,33 @@ def _of_rows(
     return row_operations.run(call, logits, labels, mask, positions, scale.array), weights
 
 
+def checked_labels(
+    function: str, of: Function, labels: ArrayLike, view: RowView, why: str
+) -> tuple[jax.Array, int | None]:
+    """Check the labels of a loss; return them, and the number of labels of a position.
+
+    The number is None if labels have no axis for several labels of a position.
+
+    Args:
+      function: name of the public function, for errors.
+      of: name of the loss of logits.
+      labels: the public function's argument.
+      view: the view of the logits.
+      why: a description of the expected shape, for errors.
+    """
+    checks.not_one_hot(function, labels, view.shape, view.axes)
+    labels, expected = checks.integer_array(function, "labels", labels), view.shape_of("label")
+    may_be_several = FUNCTIONS[of].several is not None
+    if may_be_several and labels.shape[:-1] == expected and labels.ndim > len(expected):
+        checks.fewer_than_classes(function, labels.shape, view.cols)
+        return labels, labels.shape[-1]
+    also = f", or {expected} and an axis of several labels" if may_be_several else ""
+    checks.same_shape(function, "labels", labels.shape, expected, f"{why}{also}")
+    return labels, None
+
+
 def loss_call(
-    function: Function,
+    function: str,
     shape: tuple[int, ...],
     dtype: np.dtype,
     *,
@@ -209,6 +223,7 @@ def loss_call(
     mask: tuple[int, ...] | None,
     has_positions: bool,
     implementation: Name | None,
+    of: Function | None = None,
     candidates: int | None = None,
     teacher_dtype: np.dtype | None = None,
     label_smoothing: float = 0.0,
@@ -228,6 +243,7 @@ def loss_call(
       mask: shape of the mask of classes, or None.
       has_positions: True if the call has a mask of positions.
       implementation: name of the implementation that the user requested, or None.
+      of: name of the public function of logits, if `function` is a linear loss; else None.
       candidates: number of labels of each position if labels have an additional axis for them. None
         if labels have no such axis, so that each position has one label.
       teacher_dtype: dtype of a divergence's teacher logits; None for a loss.
@@ -247,7 +263,7 @@ def loss_call(
             "many axes as logits), which says nothing of the targets of the others; expected 0, or "
             "a mask of positions with the axes of labels; leave one of both out"
         )
-    op = FUNCTIONS[function].op if candidates is None else FUNCTIONS[function].several
+    op = FUNCTIONS[of or function].op if candidates is None else FUNCTIONS[of or function].several
     dtypes = dtype, checks.arithmetic_dtype(dtype, teacher_dtype or dtype)
     options = LossOptions(
         has_mask=mask is not None,
@@ -263,7 +279,7 @@ def loss_call(
     )
     call = Call.forward(function, op, view, dtypes, options, implementation)
     check_numbers(function, call.spec.compute_dtype, call.spec.loss)
-    return call
+    return call.replaced(primitives=of)
 
 
 def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
@@ -309,30 +325,61 @@ def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
     return loss if weights.dtype == bool else loss * sharding.broadcast_alike(weights, loss)
 
 
-def _masks(
-    function: str, where: jax.Array, view: RowView, of: str = "labels'"
+def masks(
+    function: str,
+    where: ArrayLike | None,
+    view: RowView,
+    dtype: np.dtype,
+    of: str = "labels'",
+    *,
+    takes_classes: bool = True,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
     If `where` has as many axes as the logits, it is a mask of classes, and the second element of
     the pair is None. Otherwise, it is a boolean mask of positions or float weights of positions,
-    and the first element is None. `of` is a word in the possessive, such as "labels'", that is used
-    in errors. It names the array to whose shape a mask or weights of positions must broadcast.
+    and the first element is None.
+
+    Args:
+      function: name of the public function, for errors.
+      where: the argument.
+      view: the view of the logits.
+      dtype: dtype of the arithmetic, to which weights are cast.
+      of: a word in the possessive, such as "labels'", for errors. It names the array to whose shape
+        a mask or weights of positions must broadcast.
+      takes_classes: True if the function takes a mask of classes.
     """
+    if where is None:
+        return None, None
+    array = checks.weights(function, "where", where, dtype)
     shape, of_labels = view.shape, view.shape_of("label")
-    if where.ndim == len(shape):
+    if takes_classes and array.ndim == len(shape):
         also = f", or give weights of positions the axes of {of.rstrip("'")}"
-        mask = checks.boolean(function, "where", where, also)
+        mask = checks.boolean(function, "where", array, also)
         return checks.broadcastable(function, "where", mask, shape, "logits'"), None
-    if not checks.fits(where.shape, of_labels):
-        logits = [shape] if where.dtype == bool else []
+    if not checks.fits(array.shape, of_labels):
+        logits = [shape] if array.dtype == bool and takes_classes else []
+        classes = f", or to logits' {shape}, with {len(shape)} axes: which classes there are"
+        if not takes_classes:
+            classes = _instead_of_classes(array.shape, shape)
         raise ValueError(
-            f"{function}: where has shape {where.shape}; expected one that broadcasts to {of} "
-            f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' {shape}, "
-            f"with {len(shape)} axes, for a mask of classes"
-            f"{checks.reshaping('where', where.shape, of_labels, *logits)}"
+            f"{function}: where has shape {array.shape}; expected one that broadcasts to {of} "
+            f"shape {of_labels}, with {len(of_labels)} axes: which positions count, or how much"
+            f"{classes}{checks.reshaping('where', array.shape, of_labels, *logits)}"
         )
-    return None, jnp.broadcast_to(where, of_labels)
+    return None, jnp.broadcast_to(array, of_labels)
+
+
+def _instead_of_classes(where: tuple[int, ...], logits: tuple[int, ...]) -> str:
+    """Return a hint for a function that takes no mask of classes, if `where` looks like one."""
+    if len(where) != len(logits) or where[-1] != logits[-1] or where[-1] == 1:
+        return ""
+    is_one = math.prod(where) == where[-1]
+    bias = "add it to the bias, e.g. bias=jnp.where(where.reshape(-1), 0, -jnp.inf), or "
+    return (
+        f"; this function takes no mask of classes; {bias if is_one else ''}use "
+        "-jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=where)[0], which takes one"
+    )
 
 
 _LOG_PROB: Function = "log_prob_and_entropy"
@@ -542,10 +589,7 @@ def kl_divergence(
     )
     view = RowView.of(logits.shape, checks.axes(_KL, axis, logits.shape, of="logits"))
     dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
-    mask = weights = None
-    if where is not None:
-        array = checks.weights(_KL, "where", where, dtype)
-        mask, weights = _masks(_KL, array, view, of="the positions'")
+    mask, weights = masks(_KL, where, view, dtype, of="the positions'")
     scale = scales.of_logits(_KL, logits_scale, positions, dtype, of="the positions'")
     call = loss_call(
         _KL,

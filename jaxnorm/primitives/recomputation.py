@@ -42,6 +42,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jaxnorm.calls import private_jax
 from jaxnorm.primitives.rules import jvp, with_wide_types, zero_like
 
 Function = Callable[..., jax.Array]
@@ -341,6 +342,7 @@ _linear_p.to_lojax = _run  # type: ignore[method-assign]
 ad.primitive_jvps[_linear_p] = with_wide_types(_jvp)
 ad.primitive_transposes[_linear_p] = with_wide_types(_transpose)
 batching.fancy_primitive_batchers[_linear_p] = with_wide_types(_batch)
+private_jax.batch_custom_vjps()
 
 
 # ------------------------------------------------------------------------------- sequences

@@ -104,11 +104,9 @@ class Rules[P: Pass](abc.ABC):
 
     Attributes:
       static: name of the primitive's parameter that has the call as its value.
-      check_vma: the argument of `jax.shard_map` in which a pass runs on shards.
     """
 
     static = "call"
-    check_vma = True
 
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
@@ -236,6 +234,10 @@ class Rules[P: Pass](abc.ABC):
             return self.partitioned(call)
         return functools.partial(self.plain, call)
 
+    def check_vma(self, call: P) -> bool:
+        """Return the argument of `jax.shard_map` in which a pass runs on shards."""
+        return True
+
     def needs_shards(self, call: P) -> bool:
         """Return True if the lowering of the call may contain code that XLA cannot partition."""
         return True
@@ -348,7 +350,7 @@ class Rules[P: Pass](abc.ABC):
     def anywhere(self, run: Run, call: P, *arrays: jax.Array) -> list[jax.Array]:
         """Return ``run(call, *arrays)``, in `jax.shard_map` if the mesh has Explicit axes."""
         whole, shards = functools.partial(run, call), functools.partial(self.shards, call, run)
-        return sharding.run(whole, shards, arrays, check_vma=self.check_vma)
+        return sharding.run(whole, shards, arrays, check_vma=self.check_vma(call))
 
     def partitioned(self, call: P) -> Run:
         """Return a function that runs the pass, with a rule for XLA's partitioner.

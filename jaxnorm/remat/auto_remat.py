@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.calls import private_jax
 from jaxnorm.primitives.recomputation import without_constants
 from jaxnorm.remat import planning
 from jaxnorm.remat.planning import Budget
-from jaxnorm.remat.regions import Mask, Pricing, Region
+from jaxnorm.remat.regions import Mask, Plan, Pricing, Region
 
 _NAME = "jaxnorm.auto_remat"
 
@@ -67,13 +68,19 @@ def auto_remat[**P, T](
     if not callable(fun):
         raise TypeError(f"{_NAME}: fun is a {type(fun).__name__}; expected a function")
     check_budget(_NAME, budget)
-    static = indices(_NAME, "static_argnums", static_argnums)
+    return planned(fun, lambda: Planner(budget), indices(_NAME, "static_argnums", static_argnums))
+
+
+def planned[**P, T](
+    fun: Callable[P, T], plan: Callable[[], Plan], static: Sequence[int] = ()
+) -> Callable[P, T]:
+    """Return a function whose derivative saves what a plan chooses; `plan` makes one per call."""
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         call = Call(fun, args, kwargs, static)
         region = call.region(in_loop=private_jax.is_in_a_loop())
-        return call.results(region(Planner(budget), *call.arrays))
+        return call.results(region(plan(), *call.arrays))
 
     return run
 
@@ -147,8 +154,13 @@ class Call:
 
 
 def is_array(a: Any) -> bool:
-    """Return True for an array or a `jax.ShapeDtypeStruct`; False for numbers of Python."""
-    return isinstance(a, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    """Return True for an array or a `jax.ShapeDtypeStruct`; False for numbers of Python.
+
+    JAX has no arrays of strings, dates or Python objects, so those of NumPy are not arrays either.
+    """
+    if isinstance(a, (np.ndarray, np.generic)):
+        return jnp.issubdtype(a.dtype, np.number) or a.dtype in (np.bool_, jax.dtypes.float0)
+    return isinstance(a, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def check_budget(function: str, budget: Any) -> None:

@@ -187,7 +187,8 @@ class Point:
     cuts: tuple[Cut, ...]
 
 
-def _point(graphs: Weighted, price: float, cuts: Sequence[Cut]) -> Point:
+def point(graphs: Weighted, price: float, cuts: Sequence[Cut]) -> Point:
+    """Return the point of a choice for each graph."""
     size = sum(runs * cut.bytes for (_, runs), cut in zip(graphs, cuts))
     seconds = math.fsum(runs * cut.seconds for (_, runs), cut in zip(graphs, cuts))
     return Point(size, seconds, price, tuple(cuts))
@@ -195,8 +196,8 @@ def _point(graphs: Weighted, price: float, cuts: Sequence[Cut]) -> Point:
 
 def ends(graphs: Weighted) -> tuple[Point, Point]:
     """Return the point that computes nothing again, and the point with the fewest bytes."""
-    nothing_again = _point(graphs, math.inf, [g.choice(g.residuals) for g, _ in graphs])
-    return nothing_again, _point(graphs, 0.0, [g.cut(0.0) for g, _ in graphs])
+    nothing_again = point(graphs, math.inf, [g.choice(g.residuals) for g, _ in graphs])
+    return nothing_again, point(graphs, 0.0, [g.cut(0.0) for g, _ in graphs])
 
 
 def between(graphs: Weighted, above: Point, below: Point) -> Point | None:
@@ -204,7 +205,7 @@ def between(graphs: Weighted, above: Point, below: Point) -> Point | None:
     if above.bytes <= below.bytes or above.seconds >= below.seconds:
         return None
     slope = (above.bytes - below.bytes) / (below.seconds - above.seconds)
-    found = _point(graphs, slope, [g.cut(slope) for g, _ in graphs])
+    found = point(graphs, slope, [g.cut(slope) for g, _ in graphs])
     gain = above.bytes + slope * (above.seconds - found.seconds) - found.bytes
     is_vertex = gain > PRECISION * above.bytes
     return found if is_vertex and below.bytes <= found.bytes < above.bytes else None

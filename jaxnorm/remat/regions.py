@@ -74,8 +74,9 @@ class Linearized:
     """A program and its derivative along some of the inputs.
 
     Attributes:
-      program: all equations. Its inputs are the inputs of the region, then the tangents.
-      inputs, tangents: the two parts of the inputs.
+      program: all equations. Its inputs are the inputs of the region, then the tangents, then
+        constants: arrays that custom derivative rules close over.
+      inputs, tangents: the inputs of the program; the constants are among `inputs`.
       outputs: results of the region.
       moving: indices of the results whose tangents are not zero.
       along: tangents of these results.
@@ -271,7 +272,9 @@ class Region:
 
     def _split(self, program: Program, count: int) -> Linearized:
         """Split a traced derivative into its known and its linear equations."""
-        inputs, tangents = program.inputs[:count], program.inputs[count:]
+        end = len(program.inputs) - len(program.constants)
+        tangents, constants = program.inputs[count:end], program.inputs[end:]
+        inputs = (*program.inputs[:count], *constants)
         results = len(self.program.outputs)
         outputs, along = program.outputs[:results], program.outputs[results:]
         linear = reached_from(program.equations, tangents)
@@ -285,7 +288,7 @@ class Region:
         residuals = [v for v in uses if v not in linear]
         rest = [e for e, tangent in zip(program.equations, is_linear) if not tangent]
         known = needed(rest, [*outputs, *residuals], with_effects=True)
-        free = {v for v, is_free in zip(inputs, self.is_free) if is_free}
+        free = {v for v, is_free in zip(inputs, self.is_free) if is_free} | {*constants}
         segment_of: dict[Var, int] = {}
         anchors: list[Var] = []
         if not self.in_loop:
@@ -353,6 +356,7 @@ class Region:
     ) -> tuple[list[Any], list[Any]]:
         """Return the outputs and their tangents. The derivative saves what the cut has chosen."""
         program, inputs = derivative.program, derivative.inputs
+        primals = [*primals, *program.constants]
         saved = [derivative.values[i] for i in cut.saved]
         outputs = [*derivative.outputs, *(v for v in saved if v not in {*inputs})]
         equations = needed(derivative.known, outputs, with_effects=True)

@@ -116,7 +116,7 @@ def check_params(
     interleaved: bool = False,
     scale_names: str | Sequence[str] | None = None,
 ) -> ParamReport:
-    """Predict, for each norm of a model, how accurate gradients are with ``save="output"``.
+    """Check the norms of a model: predict how accurate gradients are with ``save="output"``.
 
     From the saved output y, the backward pass recovers ``x_hat = (y - bias) / scale``. The rounding
     error of x_hat depends only on the parameters, so the report needs no data. The predicted

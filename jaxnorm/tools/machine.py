@@ -104,6 +104,7 @@ def _implementations() -> Iterator[tuple[str, str]]:
 _TOOLS = {
     "auto_remat": "plans on the host, when a function is differentiated",
     "check_params": "judges a model's parameters on the host",
+    "fit_memory": "compiles a training step that fits into a given memory",
     "implementation_for": "traces a call on the host, and runs nothing",
     "linear_loss": "runs a given function, and the calls in it, on each chunk of rows",
     "memory_report": "traces a derivative on the host, and runs nothing",

@@ -21,7 +21,7 @@ from jaxnorm.remat.auto_remat import Call, auto_remat
 from jaxnorm.tools import kept_arrays, logits_advice
 from jaxnorm.tools.kept_arrays import Program, Value
 from jaxnorm.tools.logits_advice import Advice
-from jaxnorm.tools.text import table
+from jaxnorm.tools.text import mib, short, table
 
 # Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
 # of the total bytes below which a row is not shown.
@@ -63,6 +63,11 @@ class KeptArray:
     advice: str | None
     saves: int
     count: int = 1
+
+    @property
+    def array(self) -> str:
+        """The dtype and shape of one array as text, ``"float32[8,16]"``."""
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
 class Remat(NamedTuple):
@@ -133,25 +138,26 @@ class MemoryReport:
             max_rows = checks.integer("MemoryReport.table", "max_rows", max_rows, "rows")
         shown = self.rows[:max_rows]
         lines = [_HEADER, *map(self._cells, shown)]
+        if not any(row.advice for row in shown):
+            lines = [line[:-1] for line in lines]
         lines = [
-            tuple(_short(cell, _LIMITS.get(name, _WIDTH)) for name, cell in zip(_HEADER, line))
+            tuple(short(cell, _LIMITS.get(name, _WIDTH)) for name, cell in zip(_HEADER, line))
             for line in lines
         ]
         at, widths = _HEADER.index("source"), [max(map(len, column)) for column in zip(*lines)]
-        width = _WIDTH - sum(widths) + widths[at] - 2 * (len(_HEADER) - 1)
+        width = _WIDTH - sum(widths) + widths[at] - 2 * (len(lines[0]) - 1)
         lines = [(*line[:at], _short_source(line[at], width), *line[at + 1 :]) for line in lines]
         text = table(lines, left=(1, 3, 4, 5))
         rest = self.rows[len(shown) :]
         if rest:
             rows = "1 row is" if len(rest) == 1 else f"{len(rest)} rows are"
-            text += f"\n{rows} not shown: {_mib(sum(row.bytes for row in rest))} MiB"
+            text += f"\n{rows} not shown: {mib(sum(row.bytes for row in rest))} MiB"
         return text
 
     def _cells(self, row: KeptArray) -> tuple[str, ...]:
         advice = self._advice.get(row.advice or "")
         function = advice.function if advice else (row.advice or "").partition(":")[0]
-        array = f"{row.dtype.name}[{','.join(map(str, row.shape))}]"
-        return _mib(row.bytes), array, str(row.count), row.made_by, row.source, function
+        return mib(row.bytes), row.array, str(row.count), row.made_by, row.source, function
 
     def __str__(self) -> str:
         large = sum(row.bytes >= _SHARE * self.total for row in self.rows)
@@ -171,7 +177,7 @@ class MemoryReport:
         lines = []
         if self._remat is not None:
             line = (
-                f"auto_remat saves {_mib(self._remat.saves)} of {_mib(self.total)} MiB: "
+                f"auto_remat saves {mib(self._remat.saves)} of {mib(self.total)} MiB: "
                 "jaxnorm.auto_remat(fun) computes these arrays again, which takes "
                 f"{self._remat.recompute:.1%} of the predicted time of both passes"
             )
@@ -181,17 +187,17 @@ class MemoryReport:
             for one in pieces[function]:
                 places[one.place] += one.runs
             where = "; ".join(f"{p}, {n} time{'s' * (n > 1)}" for p, n in places.items())
-            line = f"{function} saves {_mib(size)} of {_mib(self.total)} MiB: {where}"
+            line = f"{function} saves {mib(size)} of {mib(self.total)} MiB: {where}"
             lines += _wrapped(line, "", "  ")
             at = f"at {pieces[function][0].place}" if len(places) == 1 else "there"
             for template in dict.fromkeys(one.template for one in pieces[function]):
                 lines += _wrapped(template.format(at=at), "  ", "  ")
         total = (
-            f"{_mib(self.total)} MiB are saved for the backward pass, without arguments. Inside "
+            f"{mib(self.total)} MiB are saved for the backward pass, without arguments. Inside "
             "lax.scan, XLA saves exactly these arrays; in unrolled code XLA may keep less."
         )
         if self.saves:
-            total += f" All advice together saves {_mib(self.saves)} MiB."
+            total += f" All advice together saves {mib(self.saves)} MiB."
         return "\n".join([*lines, *[""] * bool(lines), *_wrapped(total, "", "")])
 
     def _repr_html_(self) -> str:
@@ -206,16 +212,6 @@ def _wrapped(text: str, first: str, others: str) -> list[str]:
     return textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
     )
-
-
-def _mib(size: int) -> str:
-    """Convert a number of bytes to MiB, as text with three significant digits and no exponent."""
-    mib = size / 2**20
-    return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _short_source(source: str, width: int) -> str:

@@ -2,18 +2,24 @@
 
 import dataclasses
 import html
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxnorm.remat import planning
+from jaxnorm.remat import costs, planning
 from jaxnorm.remat.auto_remat import Call, auto_remat, check_budget, indices
-from jaxnorm.remat.regions import is_inexact
-from jaxnorm.tools.memory_report import KeptArray, report_of
-from jaxnorm.tools.text import table
+from jaxnorm.remat.regions import Linearized, Pricing, is_inexact
+from jaxnorm.tools import saved_names
+from jaxnorm.tools.memory_report import KeptArray, MemoryReport, report_of
+from jaxnorm.tools.saved_names import Line, Saved
+from jaxnorm.tools.text import mib, short, table
 
 _NAME = "jaxnorm.remat_plan"
-# Limits of the printed plan: characters of a line, rows of arrays, and points of the frontier.
-_WIDTH, _ROWS, _POINTS = 100, 12, 8
+# Limits of the printed plan: characters of a line, rows of arrays, points of the frontier, names.
+_WIDTH, _ROWS, _POINTS, _NAMES = 100, 12, 8, 12
+_BY_HAND = (
+    "the same by hand: jax.checkpoint(f, policy=policy), for a function or a loop's body, and"
+)
 
 
 class RematPoint(NamedTuple):
@@ -47,43 +53,34 @@ class RematPlan:
     default: int
     recompute: float
     frontier: tuple[RematPoint, ...]
+    _lines: Sequence[Line] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
-        return "\n\n".join(part for part in (self._rows(), self._summary(), self._names()) if part)
-
-    def _rows(self) -> str:
-        shown = self.saved[:_ROWS]
-        lines: list[tuple[str, ...]] = [("MiB", "array", "count", "made by", "source")]
-        for row in shown:
-            array = f"{row.dtype.name}[{','.join(map(str, row.shape))}]"
-            lines.append((_mib(row.bytes), array, str(row.count), row.made_by, row.source))
-        limits = (8, 32, 6, 16, _WIDTH - 8 - 32 - 6 - 16 - 8)
-        lines = [tuple(_short(cell, n) for cell, n in zip(line, limits)) for line in lines]
-        text = table(lines, left=(1, 3, 4)) if shown else "no array is saved"
-        if rest := self.saved[_ROWS:]:
-            text += f"\n{len(rest)} more rows: {_mib(sum(row.bytes for row in rest))} MiB"
-        return text
+        rows = MemoryReport(self.total, self.saved).table(_ROWS) if self.saved else ""
+        parts = (rows or "no array is saved", self._summary(), self._names())
+        return "\n\n".join(part for part in parts if part)
 
     def _summary(self) -> str:
         lines = [
-            f"saved: {_mib(self.total)} MiB; without auto_remat {_mib(self.default)} MiB",
+            f"saved: {mib(self.total)} MiB; without auto_remat {mib(self.default)} MiB",
             f"recomputation: {self.recompute:.1%} of the predicted time of the two passes",
             "frontier (MiB: recomputation)",
         ]
         points = self.frontier
         step = max(1, -(-len(points) // _POINTS))
         some = dict.fromkeys([*points[::step], points[-1]])
-        return "\n".join([*lines, *(f"  {_mib(p.bytes)}: {p.recompute:.1%}" for p in some)])
+        return "\n".join([*lines, *(f"  {mib(p.bytes)}: {p.recompute:.1%}" for p in some)])
 
     def _names(self) -> str:
         """Return the lines that save the same arrays with names placed by hand."""
-        rows = [row for row in self.saved if ".py:" in row.source][:_ROWS]
-        if not rows:
+        if not self._lines:
             return ""
-        places = dict.fromkeys(f"{row.source.partition(' ')[0]}" for row in rows)
-        lines = [f'  checkpoint_name(<{p}>, "saved")' for p in places]
-        policy = 'jax.checkpoint(fun, policy=save_only_these_names("saved")), and in the code:'
-        return "\n".join(_short(line, _WIDTH) for line in ["the same by hand: " + policy, *lines])
+        names = ", ".join(f'"{line.name}"' for line in self._lines)
+        policy = f"policy = jax.checkpoint_policies.save_only_these_names({names})"
+        rows = [(line.place, line.text) for line in self._lines[:_NAMES]]
+        named = [short(f"  {row}", _WIDTH) for row in table(rows, left=(0, 1)).splitlines()]
+        more = [f"  {len(self._lines) - _NAMES} more lines"] * (len(self._lines) > _NAMES)
+        return "\n".join([_BY_HAND, *named, *more, *textwrap.wrap(policy, _WIDTH)])
 
     def plot(self, ax: Any = None) -> Any:
         """Plot the frontier with matplotlib, and return the axes.
@@ -108,15 +105,6 @@ class RematPlan:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def _mib(size: int) -> str:
-    mib = size / 2**20
-    return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def remat_plan(
@@ -177,10 +165,20 @@ def remat_plan(
     mask = tuple(i in along and is_inexact(a) for i, a in zip(call.owners, call.arrays))
     tangents = [a for a, is_along in zip(call.arrays, mask) if is_along]
     found = planning.survey(call.region(), mask, call.arrays, tangents)
-    recompute = found.recomputed(found.chosen(_NAME, budget))
+    pricing = found.chosen(_NAME, budget)
+    recompute = found.recomputed(pricing)
     report = report_of(
         auto_remat(of_arrays, budget=budget), arguments, argnums=along, has_advice=False
     )
     total = found.seconds or 1.0
     points = tuple(RematPoint(size, time / total) for size, time in found.frontier())
-    return RematPlan(report.rows, report.total, found.default, recompute / total, points)
+    lines = saved_names.lines([_saved(derivative, pricing) for _, derivative in found.regions])
+    return RematPlan(report.rows, report.total, found.default, recompute / total, points, lines)
+
+
+def _saved(derivative: Linearized, pricing: Pricing) -> Saved:
+    """Return the arrays that a region saves, without those that regions inside it save."""
+    simple = [e for e in derivative.known if not costs.contains(e, "scan")]
+    made = {v for e in simple for v in e.outvars}
+    chosen = [derivative.values[i] for i in pricing.cut(derivative.graph).saved]
+    return Saved(derivative.known, derivative.outputs, [v for v in chosen if v in made])

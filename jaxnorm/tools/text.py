@@ -23,6 +23,17 @@ def table(lines: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
     )
 
 
+def mib(size: int) -> str:
+    """Convert a number of bytes to MiB, as text with three significant digits and no exponent."""
+    mib = size / 2**20
+    return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
+
+
+def short(text: str, width: int) -> str:
+    """Cut text that is longer than `width` characters."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
 def progress[T](items: Sequence[T], after: float = 0.0) -> Iterator[T]:
     """Yield the items and show a progress bar, if standard error is a terminal.
 

@@ -118,6 +118,70 @@ def test_one_chunk_takes_the_memory_of_the_sum(compiler: Compiler):
     assert f"f32[{D},{V}]" not in text
 
 
+def log_prob(x, weight, labels, teacher_x, teacher_weight):
+    return jnp.mean(sum(jaxnorm.linear_log_prob_and_entropy(x, weight, labels)))
+
+
+def log_prob_of_one(logits, label, teacher_x, teacher_weight):
+    return sum(jaxnorm.log_prob_and_entropy(logits, label))
+
+
+def cross_entropy(x, weight, labels, teacher_x, teacher_weight):
+    # The logits of `linear_loss` are float32 as well.
+    return jaxnorm.linear_softmax_cross_entropy(x, weight, labels, dtype="float32")
+
+
+def cross_entropy_of_one(logits, label, teacher_x, teacher_weight):
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(logits, label)
+
+
+def divergence(x, weight, labels, teacher_x, teacher_weight):
+    return jaxnorm.linear_kl_divergence(x, weight, teacher_x, teacher_weight)
+
+
+def divergence_of_one(logits, label, teacher_x, teacher_weight):
+    teacher_logits = jnp.matmul(teacher_x, teacher_weight, preferred_element_type=jnp.float32)
+    return jaxnorm.kl_divergence(logits, teacher_logits)
+
+
+@pytest.mark.parametrize(
+    ("function", "of_one"),
+    [
+        (log_prob, log_prob_of_one),
+        (cross_entropy, cross_entropy_of_one),
+        (divergence, divergence_of_one),
+    ],
+)
+def test_a_jaxnorm_loss_in_linear_loss(compiler: Compiler, function, of_one):
+    """`linear_loss` needs no more memory than the function made for the loss that `fun` calls.
+
+    It also has the same matmuls, and no more kernels.
+    """
+
+    def general(x, weight, labels, teacher_x, teacher_weight):
+        def fun(logits, label, teacher_x):
+            return of_one(logits, label, teacher_x, teacher_weight)
+
+        return jaxnorm.linear_loss(fun, x, weight, labels, teacher_x)
+
+    shapes = [(ROWS, 2048), (2048, V), (ROWS,), (ROWS, 2048), (2048, V)]
+    operands = [
+        jax.ShapeDtypeStruct(
+            s, jnp.bfloat16 if len(s) > 1 else jnp.int32, sharding=compiler.sharding
+        )
+        for s in shapes
+    ]
+    memory, matmuls = [], []
+    for each in (general, function):
+        step = jax.jit(jax.value_and_grad(each, (0, 1)))
+        program = step.lower(*operands).compile(compiler_options=CUBLAS)
+        memory.append(program.memory_analysis().temp_size_in_bytes)
+        matmuls.append(program.as_text().count('custom_call_target="__cublas'))
+    # Each has arrays of one number per row, which XLA places differently.
+    assert memory[0] <= memory[1] + 4 * 4 * ROWS
+    assert matmuls[0] <= matmuls[1]
+
+
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementation):
     """The weight is padded once, before the loop. In the loop, nothing is padded or sliced."""

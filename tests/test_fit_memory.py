@@ -1,0 +1,222 @@
+"""fit_memory: training steps that are compiled into a given memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program_error import assert_same_results
+
+import jaxnorm
+from jaxnorm import auto_remat, fit_memory
+
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.remat,
+    pytest.mark.usefixtures("quick_to_compile"),
+]
+
+LAYERS, ROWS, COLS = 4, 1024, 32
+_KEYS = jax.random.split(jax.random.key(0), 3)
+WEIGHTS = {
+    "gate": jax.random.normal(_KEYS[0], (LAYERS, COLS, 2 * COLS)) / 8,
+    "down": jax.random.normal(_KEYS[1], (LAYERS, 2 * COLS, COLS)) / 8,
+}
+X = jax.random.normal(_KEYS[2], (ROWS, COLS))
+SHAPES = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (WEIGHTS, X))
+
+
+def layer(x, w):
+    y = jnp.tanh(jnp.sin(x) * jnp.cos(x))
+    return x + jax.nn.silu(y @ w["gate"]) @ w["down"]
+
+
+def loss(weights, x, layer=layer):
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0] ** 2)
+
+
+def unrolled(weights, x, layer=layer):
+    for i in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda w: w[i], weights))  # noqa: B023, called here
+    return jnp.mean(x**2)
+
+
+def step(remat, weights, x, loss=loss):
+    gradients = jax.grad(remat(loss))(weights, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+def step_of_layers(remat, weights, x):
+    gradients = jax.grad(functools.partial(loss, layer=remat(layer)))(weights, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+STEPS = {
+    "loss": step,
+    "layers": step_of_layers,
+    "unrolled": functools.partial(step, loss=unrolled),
+}
+
+
+def compiled(step, remat, donate_argnums=()):
+    return jax.jit(functools.partial(step, remat), donate_argnums=donate_argnums).lower(WEIGHTS, X)
+
+
+def memory(program):
+    plan = program.memory_analysis()
+    arrays = plan.argument_size_in_bytes + plan.output_size_in_bytes
+    return arrays + plan.temp_size_in_bytes - plan.alias_size_in_bytes
+
+
+def memory_of(step, remat, donate_argnums=()):
+    return memory(compiled(step, remat, donate_argnums).compile())
+
+
+def plain(fun):
+    return fun
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """A list of all compiled programs."""
+    programs = []
+    compile_ = jax.stages.Lowered.compile
+
+    def counted(self, *args, **kwargs):
+        programs.append(compile_(self, *args, **kwargs))
+        return programs[-1]
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counted)
+    return programs
+
+
+def assert_trains(program):
+    """Assert that a compiled step computes what the plain step does."""
+    assert_same_results(
+        lambda: program(WEIGHTS, X), lambda: step(plain, WEIGHTS, X), as_accurate=True
+    )
+
+
+def matmuls(program):
+    return program.as_text().count(" dot(")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_limits(name, compilations):
+    """The smaller the limit, the more runs again. Without need, nothing does."""
+    step = STEPS[name]
+    without, auto = memory_of(step, plain), memory_of(step, auto_remat)
+    assert auto < without
+    for limit, most in ((without, 1), (auto, 5), ((2 * auto + without) // 3, 5)):
+        compilations.clear()
+        program = fit_memory(step, *SHAPES, limit=limit)
+        assert memory(program) <= limit
+        assert len(compilations) <= most
+        # Compared with what it compiled, it returns the program closest to the plain one.
+        assert memory(program) == max(m for m in map(memory, compilations) if m <= limit)
+        assert_trains(program)
+    assert matmuls(program) == matmuls(compiled(step, plain).compile())
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_impossible_limit(name, compilations):
+    """The error states the least memory that was reached, into which the step then fits."""
+    step = STEPS[name]
+    with pytest.raises(ValueError, match=r"^jaxnorm.fit_memory: limit=1000 bytes; the least") as e:
+        fit_memory(step, WEIGHTS, X, limit=1000)
+    assert len(compilations) <= 5
+    reached = min(map(memory, compilations))
+    assert f"is {reached} bytes" in str(e.value)
+    assert reached < memory_of(step, auto_remat)
+    compilations.clear()
+    program = fit_memory(step, WEIGHTS, X, limit=reached)
+    assert memory(program) == reached
+    assert len(compilations) <= 5
+    assert matmuls(program) > matmuls(compiled(step, plain).compile())
+    assert_trains(program)
+
+
+def test_donated_arguments(compilations):
+    """The updated weights reuse the memory of donated weights, which the limit includes."""
+    size = sum(a.nbytes for a in jax.tree.leaves(WEIGHTS))
+    limit = memory_of(step, plain, donate_argnums=0)
+    assert limit < memory_of(step, plain)
+    compilations.clear()
+    program = fit_memory(step, WEIGHTS, X, limit=limit, donate_argnums=0)
+    assert len(compilations) == 1
+    assert program.memory_analysis().alias_size_in_bytes == size
+    donated = jax.tree.map(jnp.copy, WEIGHTS)
+    results = program(donated, X)
+    assert all(a.is_deleted() for a in jax.tree.leaves(donated))
+    assert_same_results(lambda: results, lambda: step(plain, WEIGHTS, X), as_accurate=True)
+
+
+def test_several_functions():
+    """All wrapped functions share the memory, also if one of them never runs again."""
+
+    def two(remat, weights, x):
+        of_layers = functools.partial(loss, layer=remat(layer))
+        with_head = remat(lambda w, x: jnp.sum(jnp.tanh(jnp.sin(x @ w["gate"][0])) ** 2))
+        gradients = jax.grad(lambda w: of_layers(w, x) + with_head(w, x))(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    limit = memory_of(two, auto_remat)
+    program = fit_memory(two, WEIGHTS, X, limit=limit)
+    assert memory(program) <= limit
+    assert_same_results(
+        lambda: program(WEIGHTS, X), lambda: two(plain, WEIGHTS, X), as_accurate=True
+    )
+
+
+def test_compilers_that_refuse_programs(monkeypatch):
+    """A program that does not fit into the device may fail to compile. Others are tried."""
+    limit = memory_of(step, auto_remat)
+    compile_ = jax.stages.Lowered.compile
+
+    def refusing(self):
+        program = compile_(self)
+        if memory(program) > limit:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: ran out of memory")
+        return program
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refusing)
+    assert memory(fit_memory(step, WEIGHTS, X, limit=limit)) <= limit
+
+    def failing(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another failure")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", failing)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another failure"):
+        fit_memory(step, WEIGHTS, X, limit=limit)
+
+
+def test_a_step_without_remat():
+    with pytest.raises(ValueError, match=r"^jaxnorm.fit_memory: step does not call .* remat"):
+        fit_memory(lambda remat, w, x: jax.grad(loss)(w, x), WEIGHTS, X, limit=2**30)
+
+
+def test_a_step_that_differentiates_nothing():
+    """No choice of saved arrays makes such a step smaller."""
+    with pytest.raises(ValueError, match=r"the least that 2 compilations reached is \d+ bytes"):
+        fit_memory(lambda remat, w, x: remat(loss)(w, x), WEIGHTS, X, limit=1)
+
+
+@pytest.mark.parametrize("limit", [True, "1", None, 1j, 0, -1, float("nan")])
+def test_limits_that_are_no_limits(limit):
+    with pytest.raises((TypeError, ValueError), match=r"^jaxnorm.fit_memory: limit="):
+        fit_memory(step, WEIGHTS, X, limit=limit)
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"^jaxnorm.fit_memory: step is a int; expected"):
+        fit_memory(1, WEIGHTS, X, limit=2**30)
+    with pytest.raises(ValueError, match=r"^jaxnorm.fit_memory: donate_argnums=2 has 2"):
+        fit_memory(step, WEIGHTS, X, limit=2**30, donate_argnums=2)
+
+
+def test_names_of_programs():
+    """Profiles show the name of the step. Its first parameter is not one of the program's."""
+    assert "jit_step" in fit_memory(step, WEIGHTS, X, limit=2**30).as_text()
+    assert np.shape(jax.tree.leaves(step(auto_remat, WEIGHTS, X))[0]) == (LAYERS, 2 * COLS, COLS)
+    assert jaxnorm.fit_memory.__module__ == "jaxnorm"
