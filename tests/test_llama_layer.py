@@ -22,19 +22,16 @@ def test_the_docs_have_its_figures():
     assert f"the equivalent of {plain} activations (tokens x width) instead of {least}" in readme
 
 
-def test_each_step_is_what_the_advice_says():
-    """Following all advice reduces the saved bytes by the number that the report states.
-
-    The resulting layer, the last one of the example, gets no more advice.
-    """
+def test_the_report_advises_to_save_least():
+    """auto_remat saves no more than the last layer of the example, of which it frees little."""
     before, *_, after = map(llama_layer.report_of, llama_layer.LAYERS_OF.values())
-    assert before.total - after.total == pytest.approx(sum(row.saves for row in before), rel=0.01)
-    assert not [row for row in after if row.advice]
+    assert before.total - before.saves <= after.total
+    assert after.saves < 0.1 * after.total
 
 
 def test_it_prints_the_report_and_the_table(capsys):
     llama_layer.main()
     printed = capsys.readouterr().out
-    assert "gated_linear saves 8192 of" in printed
+    assert "auto_remat saves" in printed
     for name, number in llama_layer.units().items():
         assert f"| {name} | {number:.1f} |" in printed

@@ -1,11 +1,11 @@
-"""memory_report's advice on cross-entropies is true, and other losses do not get it."""
+"""memory_report's advice on logits is true: linear losses that compute the same, and save less."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from advice_cases import assert_all_true, functions_of, told
+from advice_cases import assert_true, functions_of, told
 from pairs import each_pair
 
 import jaxnorm
@@ -18,6 +18,8 @@ FIRST = np.zeros(TOKENS, "int32")
 LABELS = jax.ShapeDtypeStruct((TOKENS,), "int32")
 OURS = jaxnorm.softmax_cross_entropy_with_integer_labels
 LINEAR = jaxnorm.linear_softmax_cross_entropy
+NAME = LINEAR.__name__
+LOG_PROB = "linear_log_prob_and_entropy"
 
 
 def of_optax(logits, labels):
@@ -32,6 +34,11 @@ def of_log_softmax(logits, labels):
 def of_one_hot(logits, labels):
     one_hot = jax.nn.one_hot(labels, CLASSES, dtype=logits.dtype)
     return -jnp.sum(one_hot * jax.nn.log_softmax(logits), -1).mean()
+
+
+def of_products_of_rows(logits, labels):
+    one_hot = jax.nn.one_hot(labels, CLASSES, dtype=logits.dtype)
+    return -jnp.einsum("nv,nv->n", one_hot, jax.nn.log_softmax(logits)).mean()
 
 
 def of_optax_s_one_hot(logits, labels):
@@ -65,7 +72,7 @@ def ratios(results):
 
 LOSSES = (
     of_optax, of_log_softmax, of_one_hot, of_optax_s_one_hot, of_logsumexp, of_softmax,
-    of_all_logarithms,
+    of_all_logarithms, of_products_of_rows, ours,
 )  # fmt: skip
 
 
@@ -74,33 +81,33 @@ def operands(*dtypes):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
 
 
-def reports(before, after, x, weight):
-    """Return the memory reports of two functions that compute a loss from x, a weight and labels.
+def report_of(loss, x, weight, *rows):
+    """Return the memory report of a function that computes a loss from x, a weight and labels.
 
-    Both get an x that is computed inside the differentiated function, because arguments are not
+    It gets an x that is computed inside the differentiated function, because arguments are not
     counted as saved.
     """
 
-    def report(loss):
-        def whole(x, weight, labels):
-            return loss(jnp.sin(x), weight, labels)
+    def whole(x, weight, *rows):
+        return loss(jnp.sin(x), weight, *rows)
 
-        return memory_report(whole, x, weight, LABELS, argnums=(0, 1))
-
-    return report(before), report(after)
+    return memory_report(whole, x, weight, *(rows or [LABELS]), argnums=(0, 1))
 
 
 def check(before, after, function, *dtypes):
     """Assert that a report advises only to use `function`, and that the advice is true.
 
-    `dtypes` are the dtypes of x and of the weight. Return the rows of the report with this advice.
+    `dtypes` are the dtypes of x and of the weight. Return the advice.
     """
-    both = reports(before, after, *operands(*dtypes))
-    assert_all_true(*both, function)
-    return told(both[0])
+    reports = [report_of(loss, *operands(*dtypes)) for loss in (before, after)]
+    assert functions_of(reports[0]) == {function}
+    assert_true(*reports, function)
+    assert not told(reports[1])
+    (advice,) = {row.advice for row in told(reports[0])}
+    return advice
 
 
-@each_pair("loss is_wide dtype", [*LOSSES, ours], [True, False], ["float32", "bfloat16"])
+@each_pair("loss is_wide dtype", [*LOSSES], [True, False], ["float32", "bfloat16"])
 def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
     """A matmul followed by a loss gets the advice.
 
@@ -111,36 +118,48 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
         logits = x @ weight
         return loss(logits.astype(jnp.float32) if is_wide else logits, labels)
 
-    check(before, LINEAR, LINEAR.__name__, dtype, dtype)
+    check(before, LINEAR, NAME, dtype, dtype)
 
 
-@each_pair("is_product is_wide dtype", [True, False], [True, False], ["float32", "bfloat16"])
-def test_log_probabilities(is_product, is_wide, dtype):
-    """With `log_prob_and_entropy`, the logits of a matmul are not saved.
+def of_jax(logits, labels):
+    """Compute log-probabilities and entropies as GRPO with an entropy bonus does."""
+    log_p = jax.nn.log_softmax(logits)
+    return (
+        jnp.take_along_axis(log_p, labels[:, None], -1)[:, 0],
+        -jnp.sum(jnp.exp(log_p) * log_p, -1),
+    )
 
-    Logits that no matmul computed are saved, but their cast to float32 is not.
-    """
 
-    def logits_of(x, weight):
-        return x @ weight if is_product else waves(x @ weight)
-
+@each_pair(
+    "loss is_wide dtype",
+    [of_jax, jaxnorm.log_prob_and_entropy],
+    [True, False],
+    ["float32", "bfloat16"],
+)
+def test_log_probabilities(loss, is_wide, dtype):
     def before(x, weight, labels):
-        logits = logits_of(x, weight)
-        logits = logits.astype(jnp.float32) if is_wide else logits
-        return ratios(jaxnorm.log_prob_and_entropy(logits, labels))
+        logits = x @ weight
+        return ratios(loss(logits.astype(jnp.float32) if is_wide else logits, labels))
 
     def after(x, weight, labels):
-        if is_product:
-            return ratios(jaxnorm.linear_log_prob_and_entropy(x, weight, labels))
-        return ratios(jaxnorm.log_prob_and_entropy(logits_of(x, weight), labels))
+        return ratios(jaxnorm.linear_log_prob_and_entropy(x, weight, labels))
 
-    both = reports(before, after, *operands(dtype, dtype))
-    if is_product:
-        assert_all_true(*both, "linear_log_prob_and_entropy")
-    elif is_wide and dtype == "bfloat16":
-        assert_all_true(*both, "log_prob_and_entropy")
-    else:
-        assert not told(both[0])
+    check(before, after, LOG_PROB, dtype, dtype)
+
+
+def test_log_probabilities_of_several_labels():
+    """A top-k teacher has several labels for each position."""
+
+    def before(x, weight, labels):
+        log_p = jax.nn.log_softmax(x @ weight)
+        return jnp.sum(jnp.take_along_axis(log_p, labels, -1) ** 2)
+
+    def after(x, weight, labels):
+        return jnp.sum(jaxnorm.linear_log_prob_and_entropy(x, weight, labels)[0] ** 2)
+
+    labels = jax.ShapeDtypeStruct((TOKENS, 5), "int32")
+    reports = [report_of(f, *operands("float32", "float32"), labels) for f in (before, after)]
+    assert_true(*reports, LOG_PROB)
 
 
 def test_a_tied_embedding_in_float32():
@@ -162,7 +181,7 @@ def test_a_tied_embedding_in_float32():
         weight_of_16_bits = weight.astype(jnp.bfloat16)
         return LINEAR(hidden(x, weight.T, labels), weight_of_16_bits, labels, bias=bias)
 
-    check(before, after, LINEAR.__name__, "bfloat16", "float32")
+    assert "bias=" in check(before, after, NAME, "bfloat16", "float32")
 
 
 def test_a_bias_with_an_axis_of_size_1():
@@ -174,7 +193,7 @@ def test_a_bias_with_an_axis_of_size_1():
     def after(x, weight, labels):
         return LINEAR(x, weight, labels, bias=weight[0])
 
-    check(before, after, LINEAR.__name__, "float32", "float32")
+    assert "bias=" in check(before, after, NAME, "float32", "float32")
 
 
 @pytest.mark.parametrize("loss", [of_optax, of_one_hot, ours])
@@ -185,8 +204,32 @@ def test_a_temperature_before_the_loss(loss):
     def after(x, weight, labels):
         return LINEAR(x, weight, labels, logits_scale=1.25)
 
-    rows = check(before, after, LINEAR.__name__, "float32", "float32")
-    assert all("logits_scale=1.25" in row.advice for row in rows)
+    assert "logits_scale=1.25" in check(before, after, NAME, "float32", "float32")
+
+
+def test_a_traced_temperature():
+    def before(x, weight, labels):
+        return of_optax(x @ weight / jnp.exp(labels[0].astype("float32")), labels)
+
+    def after(x, weight, labels):
+        scale = jnp.exp(-labels[0].astype("float32"))
+        return LINEAR(x, weight, labels, logits_scale=scale)
+
+    assert "logits_scale=the scale" in check(before, after, NAME, "float32", "float32")
+
+
+def test_a_temperature_that_is_trained():
+    """jaxnorm's losses have no gradient with respect to their scale; linear_loss has one."""
+    of_row = optax.softmax_cross_entropy_with_integer_labels
+
+    def before(x, weight, labels):
+        return of_optax(x @ weight * jnp.exp(weight[0, 0]), labels)
+
+    def after(x, weight, labels):
+        scale = jnp.exp(weight[0, 0])
+        return jaxnorm.linear_loss(lambda z, label: of_row(scale * z, label), x, weight, labels)
+
+    check(before, after, "linear_loss", "float32", "float32")
 
 
 def test_a_weight_that_is_cast():
@@ -198,29 +241,7 @@ def test_a_weight_that_is_cast():
     def after(x, weight, labels):
         return LINEAR(x, weight, labels, dtype=jnp.bfloat16)
 
-    rows = check(before, after, LINEAR.__name__, "bfloat16", "float32")
-    assert all("dtype=bfloat16" in row.advice for row in rows)
-
-
-def waves(logits):
-    """Return logits that are computed without a matmul, but with operations that save arrays."""
-    return 30 * jnp.sin(logits / 30)
-
-
-@pytest.mark.parametrize("loss", [*LOSSES, ours])
-def test_logits_that_are_no_product(loss):
-    """If no matmul computed the logits, the advice is to use a jaxnorm loss that takes logits.
-
-    This loss accepts 16-bit logits, so no float32 copy of them is saved.
-    """
-
-    def before(x, weight, labels):
-        return loss(waves(x @ weight).astype(jnp.float32), labels)
-
-    def after(x, weight, labels):
-        return ours(waves(x @ weight), labels)
-
-    check(before, after, OURS.__name__, "bfloat16", "bfloat16")
+    assert "dtype=bfloat16" in check(before, after, NAME, "bfloat16", "float32")
 
 
 def capped(logits):
@@ -233,7 +254,7 @@ def capped_in_float32(logits):
     return jnp.tanh(logits) * 30
 
 
-@each_pair("loss cap dtype", [*LOSSES, ours], [capped, capped_in_float32], ["float32", "bfloat16"])
+@each_pair("loss cap dtype", [*LOSSES], [capped, capped_in_float32], ["float32", "bfloat16"])
 def test_a_softcap_before_the_loss(loss, cap, dtype):
     def before(x, weight, labels):
         return loss(cap(x @ weight).astype(jnp.float32), labels)
@@ -241,19 +262,7 @@ def test_a_softcap_before_the_loss(loss, cap, dtype):
     def after(x, weight, labels):
         return LINEAR(x, weight, labels, logit_softcap=30.0)
 
-    rows = check(before, after, LINEAR.__name__, dtype, dtype)
-    assert all("logit_softcap=30" in row.advice for row in rows)
-
-
-@pytest.mark.parametrize("loss", [of_optax, of_one_hot, ours])
-def test_a_softcap_of_logits_that_are_no_product(loss):
-    def before(x, weight, labels):
-        return loss(capped(waves(x @ weight)).astype(jnp.float32), labels)
-
-    def after(x, weight, labels):
-        return OURS(waves(x @ weight), labels, logit_softcap=30.0).mean()
-
-    check(before, after, OURS.__name__, "bfloat16", "bfloat16")
+    assert "logit_softcap=30" in check(before, after, NAME, dtype, dtype)
 
 
 def test_a_softcap_of_log_probabilities():
@@ -263,7 +272,7 @@ def test_a_softcap_of_log_probabilities():
     def after(x, weight, labels):
         return ratios(jaxnorm.linear_log_prob_and_entropy(x, weight, labels, logit_softcap=30.0))
 
-    check(before, after, "linear_log_prob_and_entropy", "float32", "float32")
+    assert "logit_softcap=30" in check(before, after, LOG_PROB, "float32", "float32")
 
 
 @pytest.mark.parametrize("is_capped", [True, False])
@@ -281,64 +290,252 @@ def test_logits_without_the_last_position(is_capped):
     def after(x, weight, labels):
         return LINEAR(x[:-1], weight, labels[1:], logit_softcap=30.0 if is_capped else None)
 
-    rows = check(before, after, LINEAR.__name__, "bfloat16", "bfloat16")
-    assert all("slice the matmul's input" in row.advice for row in rows)
+    assert "slice the matmul's input" in check(before, after, NAME, "bfloat16", "bfloat16")
 
 
-def test_capped_logits_that_something_else_takes():
-    """The report does not recommend fusing a softcap whose result is also used elsewhere."""
+@pytest.mark.parametrize("is_sliced", [True, False])
+def test_logits_that_are_reshaped(is_sliced):
+    """Logits of a batch of sequences are reshaped to rows before the loss, as in MaxText."""
 
-    def loss(x, weight, labels):
-        logits = capped(x @ weight)
-        return of_optax(logits, labels) + jnp.sum(jnp.sin(logits))
-
-    x, weight = operands("float32", "float32")
-    report = memory_report(loss, x, weight, LABELS, argnums=(0, 1))
-    assert not any("softcap" in row.advice for row in told(report))
-
-
-@pytest.mark.parametrize(
-    "cap",
-    [
-        lambda logits, caps: caps * jnp.tanh(logits / 30),
-        lambda logits, caps: 30 / jnp.tanh(logits / 30),
-    ],
-    ids=["several caps", "a reciprocal"],
-)
-def test_what_is_no_softcap(cap):
-    """A softcap multiplies the tanh by one number, which is a constant.
-
-    The advice then is to use a loss that takes the logits as they are.
-    """
+    def rows(a):
+        return a.reshape(8, 16, -1)[:, : -1 if is_sliced else None]
 
     def before(x, weight, labels):
-        return of_optax(cap(x @ weight, weight[0]).astype(jnp.float32), labels)
+        logits = rows(x.reshape(8, 16, WIDTH) @ weight)
+        return of_optax(logits.reshape(-1, CLASSES).astype(jnp.float32), rows(labels).ravel())
 
     def after(x, weight, labels):
-        return ours(cap(x @ weight, weight[0]), labels)
+        return LINEAR(rows(x), weight, rows(labels)[..., 0])
 
-    rows = check(before, after, OURS.__name__, "bfloat16", "bfloat16")
-    assert not any("softcap" in row.advice for row in rows)
+    check(before, after, NAME, "bfloat16", "bfloat16")
 
 
-@pytest.mark.parametrize("experts", [1, 2])
-def test_a_weight_per_group_of_tokens(experts):
-    """A linear loss has one weight for all tokens.
+# ------------------------------------------------------------------------------ divergences
 
-    The report does not recommend it if groups of tokens have different weights.
-    """
 
-    def loss(cross_entropy):
-        def of_groups(x, weight, labels):
-            weights = jnp.stack([weight] * experts) if experts > 1 else weight
-            groups = x.reshape(experts, -1, WIDTH) if experts > 1 else x
-            return cross_entropy((groups @ weights).reshape(TOKENS, CLASSES), labels)
+def of_optax_s_divergence(logits, teacher):
+    return optax.kl_divergence(jax.nn.log_softmax(logits), jax.nn.softmax(teacher)).mean()
 
-        return of_groups
 
-    before = loss(lambda logits, labels: of_optax(logits.astype(jnp.float32), labels))
-    after, function = (LINEAR, LINEAR) if experts == 1 else (loss(ours), OURS)
-    check(before, after, function.__name__, "bfloat16", "bfloat16")
+def reverse_divergence(logits, teacher):
+    log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(teacher)
+    return jnp.sum(jax.nn.softmax(logits) * (log_q - log_p), -1).mean()
+
+
+def capped_teacher(logits):
+    return 60 * jnp.tanh(logits / 60)
+
+
+@pytest.mark.parametrize("is_capped", [True, False])
+@pytest.mark.parametrize("loss", [of_optax_s_divergence, reverse_divergence])
+def test_a_teacher_with_a_linear_layer(loss, is_capped):
+    """The teacher's logits are the result of a matmul, too, of arrays that are not trained."""
+    is_reverse = loss is reverse_divergence
+    names = ("logit_softcap", "teacher_logit_softcap")
+
+    def before(x, weight, teacher_x, teacher_weight):
+        logits, teacher = x @ weight, teacher_x @ teacher_weight
+        return loss(capped(logits), capped_teacher(teacher)) if is_capped else loss(logits, teacher)
+
+    def after(*operands):
+        caps = dict(zip(names, (30.0, 60.0))) if is_capped else {}
+        return jaxnorm.linear_kl_divergence(*operands, reverse=is_reverse, **caps)
+
+    both = operands("float32", "float32")
+    reports = [report_of(f, *both, *both) for f in (before, after)]
+    assert functions_of(reports[0]) == {"linear_kl_divergence"}
+    assert_true(*reports, "linear_kl_divergence")
+    (advice,) = {row.advice for row in told(reports[0])}
+    assert ("reverse=True" in advice) == is_reverse
+    assert all((name in advice) == is_capped for name in names)
+
+
+# ----------------------------------------------------------------------- losses without a name
+
+
+def smooth(labels):
+    return optax.smooth_labels(jax.nn.one_hot(labels, CLASSES), 0.1)
+
+
+def with_smooth_labels(z, label):
+    return optax.softmax_cross_entropy(z, smooth(label))
+
+
+def with_z_loss(z, label):
+    normaliser = jax.nn.logsumexp(z, -1)
+    return normaliser - jnp.take_along_axis(z, label[..., None], -1)[..., 0] + 1e-4 * normaliser**2
+
+
+def with_the_mean(z, label):
+    log_p = jax.nn.log_softmax(z)
+    return -jnp.mean(log_p, -1) - jnp.take_along_axis(log_p, label[..., None], -1)[..., 0]
+
+
+def soft_and_hard(z, label):
+    """Distil from soft labels, and learn the hard label, both from the same logits."""
+    targets = jax.nn.softmax(jnp.sin(jnp.arange(CLASSES) + 1.0 * label[..., None]))
+    hard = optax.softmax_cross_entropy_with_integer_labels(z, label)
+    return 0.5 * hard + 0.5 * optax.kl_divergence(jax.nn.log_softmax(z / 2), targets)
+
+
+def with_padded_classes(z, label):
+    z = jnp.where(jnp.arange(CLASSES) < CLASSES - 5, z, -1e9)
+    return optax.softmax_cross_entropy_with_integer_labels(z, label)
+
+
+def brier(z, label):
+    return jnp.sum((jax.nn.softmax(z) - jax.nn.one_hot(label, CLASSES)) ** 2, -1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "loss",
+    [with_smooth_labels, with_z_loss, with_the_mean, soft_and_hard, brier, with_padded_classes],
+)
+def test_any_loss_that_is_summed(loss, dtype):
+    def before(x, weight, labels):
+        return loss((x @ weight).astype(jnp.float32), labels).mean()
+
+    def after(x, weight, labels):
+        return jaxnorm.linear_loss(loss, x, weight, labels)
+
+    check(before, after, "linear_loss", dtype, dtype)
+
+
+def test_a_function_of_the_label_s_probability():
+    """A focal loss uses no other number of a row than its label's log-probability."""
+
+    def focal(log_p):
+        return -jnp.mean((1 - jnp.exp(log_p)) ** 2 * log_p)
+
+    def before(x, weight, labels):
+        return focal(jax.nn.log_softmax(x @ weight)[jnp.arange(TOKENS), labels])
+
+    def after(x, weight, labels):
+        return focal(jaxnorm.linear_log_prob_and_entropy(x, weight, labels)[0])
+
+    check(before, after, LOG_PROB, "float32", "float32")
+
+
+def test_sums_over_classes_and_positions_together():
+    """Tunix's default loss multiplies one-hot labels by a mask, and sums over all axes at once."""
+
+    def of_row(z, label, mask):
+        one_hot = jax.nn.one_hot(label, CLASSES) * mask.astype(z.dtype)[..., None]
+        return -jax.nn.log_softmax(z) * one_hot
+
+    def before(x, weight, labels, mask):
+        logits = (x.reshape(8, 16, WIDTH) @ weight)[:, :-1]
+        labels, mask = (a.reshape(8, 16)[:, 1:] for a in (labels, mask))
+        return jnp.sum(of_row(logits, labels, mask)) / (jnp.sum(mask) + 1e-8)
+
+    def after(x, weight, labels, mask):
+        labels, mask = (a.reshape(8, 16)[:, 1:] for a in (labels, mask))
+        of_position = lambda *row: jnp.sum(of_row(*row))  # noqa: E731
+        return jaxnorm.linear_loss(
+            of_position, x.reshape(8, 16, WIDTH)[:, :-1], weight, labels, mask
+        )
+
+    rows = LABELS, jax.ShapeDtypeStruct((TOKENS,), "bool")
+    reports = [report_of(f, *operands("float32", "float32"), *rows) for f in (before, after)]
+    assert functions_of(reports[0]) == {"linear_loss"}
+    assert_true(*reports, "linear_loss")
+
+
+def test_a_loss_of_advantages():
+    """A clipped ratio of probabilities, as in PPO and GRPO, belongs to the function of a row."""
+
+    def of_row(z, label, old, advantage):
+        log_p = jax.nn.log_softmax(z)
+        ratio = jnp.exp(jnp.take_along_axis(log_p, label[..., None], -1)[..., 0] - old)
+        entropy = jnp.max(log_p, -1)
+        clipped = jnp.clip(ratio, 0.8, 1.2) * advantage
+        return -jnp.minimum(ratio * advantage, clipped) - 0.01 * entropy
+
+    def before(x, weight, *rows):
+        return of_row(x @ weight, *rows).mean()
+
+    def after(x, weight, *rows):
+        return jaxnorm.linear_loss(of_row, x, weight, *rows)
+
+    rows = [LABELS, *[jax.ShapeDtypeStruct((TOKENS,), "float32")] * 2]
+    reports = [report_of(f, *operands("float32", "float32"), *rows) for f in (before, after)]
+    assert functions_of(reports[0]) == {"linear_loss"}
+    assert_true(*reports, "linear_loss")
+
+
+def test_log_probabilities_of_sequences():
+    """DPO uses the sum of a sequence's log-probabilities, in a function that is not linear."""
+
+    def loss(log_probs):
+        return -jax.nn.log_sigmoid(log_probs.reshape(8, -1).sum(-1)).mean()
+
+    def before(x, weight, labels):
+        log_p = jax.nn.log_softmax(x @ weight)
+        return loss(jnp.take_along_axis(log_p, labels[:, None], -1))
+
+    def after(x, weight, labels):
+        return loss(jaxnorm.linear_log_prob_and_entropy(x, weight, labels)[0])
+
+    check(before, after, LOG_PROB, "float32", "float32")
+
+
+@pytest.mark.parametrize("loss", [of_optax, with_smooth_labels])
+def test_metrics_beside_the_loss(loss):
+    """Metrics of the same logits under `stop_gradient` are further results of the function."""
+
+    def of_row(z, label):
+        found = jnp.argmax(z, -1) == label
+        smoothed = optax.softmax_cross_entropy_with_integer_labels(z, label)
+        return smoothed if loss is of_optax else loss(z, label), found
+
+    def with_metrics(results):
+        losses, is_right = results
+        return losses.mean() * (1 + 0 * jax.lax.stop_gradient(is_right.mean()))
+
+    def before(x, weight, labels):
+        return with_metrics(of_row(x @ weight, labels))
+
+    def after(x, weight, labels):
+        return with_metrics(jaxnorm.linear_loss(of_row, x, weight, labels, reduction="none"))
+
+    assert 'reduction="none"' in check(before, after, "linear_loss", "float32", "float32")
+
+
+def test_a_loss_whose_weights_depend_on_all_rows():
+    """The function of a row also returns the numbers from which the weights are computed."""
+
+    def of_row(z):
+        return jax.nn.logsumexp(z, -1), jax.nn.log_softmax(z)[..., 0]
+
+    def weighted(results):
+        return jnp.sum(jnp.sin(jax.nn.softmax(results[0]) * results[1]))
+
+    def before(x, weight, labels):
+        return weighted(of_row(x @ weight))
+
+    def after(x, weight, labels):
+        return weighted(jaxnorm.linear_loss(of_row, x, weight, reduction="none"))
+
+    assert 'reduction="none"' in check(before, after, "linear_loss", "float32", "float32")
+
+
+def test_logits_without_a_linear_layer_at_their_end():
+    """An elementwise function of the logits is a part of the function of a row."""
+
+    def of_row(z, label):
+        return optax.softmax_cross_entropy_with_integer_labels(30 * jnp.sin(z / 30), label)
+
+    def before(x, weight, labels):
+        return of_row(x @ weight, labels).mean()
+
+    def after(x, weight, labels):
+        return jaxnorm.linear_loss(of_row, x, weight, labels)
+
+    check(before, after, "linear_loss", "bfloat16", "bfloat16")
+
+
+# -------------------------------------------------------------------------------- frozen operands
 
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
@@ -356,7 +553,8 @@ def test_frozen_operands(argnums, is_closed_over):
 
     before = report(lambda x, w: of_optax(x @ w, FIRST))
     after = report(lambda x, w: LINEAR(x, w, FIRST))
-    assert_all_true(before, after, "linear_softmax_cross_entropy")
+    assert functions_of(before) == {NAME}
+    assert_true(before, after, NAME)
 
 
 @pytest.mark.remat
@@ -375,30 +573,51 @@ def test_a_frozen_operand_that_is_cast(is_used_twice):
         other = jnp.sum(hidden * weight[:, 0]) if is_used_twice else 0.0
         return of_optax(logits.astype(jnp.float32), labels) + other
 
-    rows = told(memory_report(loss, x, weight, LABELS, argnums=1), LINEAR.__name__)
-    assert {row.made_by for row in rows} == ({"exp"} if is_used_twice else {"exp", "sin"})
+    rows = told(memory_report(loss, x, weight, LABELS, argnums=1), NAME)
+    made = {row.made_by for row in rows if row.dtype == jnp.float32 and row.shape[1:] != (1,)}
+    assert made & {"exp", "sin"} == ({"exp"} if is_used_twice else {"exp", "sin"})
 
 
-def test_logits_that_something_else_takes():
-    """If an argmax uses the logits, too, softmax_cross_entropy_with_integer_labels is advised.
+# -------------------------------------------------------------------------------- near misses
 
-    A linear loss is not advised, because the logits must be computed for the argmax. The advised
-    function avoids saving the exponentials.
-    """
 
-    def loss_with(cross_entropy):
-        def loss(x, weight, labels):
-            logits = x @ weight
-            is_right = jnp.argmax(logits, -1) == labels
-            return cross_entropy(logits.astype(jnp.float32), labels) * is_right.mean()
+def several_groups(x, weight, labels):
+    """Groups of tokens have different weights."""
+    groups = x.reshape(2, -1, WIDTH) @ jnp.stack([weight, 2 * weight])
+    return of_optax(groups.reshape(TOKENS, CLASSES), labels)
 
-        return loss
 
-    def after(x, weight, labels):
-        logits = x @ weight
-        return ours(logits, labels) * (jnp.argmax(logits, -1) == labels).mean()
+def with_logits(x, weight, labels):
+    logits = x @ weight
+    return of_optax(logits, labels) + jnp.sum(jnp.sum(jnp.sin(logits), 0) ** 2)
 
-    check(loss_with(of_optax), after, OURS.__name__, "bfloat16", "bfloat16")
+
+def over_the_rows(x, weight, labels):
+    logits = x @ weight
+    return jnp.mean(jax.nn.logsumexp(logits, 0)) + of_optax(logits, labels)
+
+
+def of_other_rows(x, weight, labels):
+    log_p = jax.nn.log_softmax(x @ weight)
+    return -log_p[(jnp.arange(TOKENS) + 1) % TOKENS, labels].mean()
+
+
+def between_rows(x, weight, labels):
+    log_p = jax.nn.log_softmax(x @ weight)
+    return jnp.sum(jnp.exp(log_p[:-1]) * log_p[1:], -1).mean()
+
+
+def into_a_matmul(x, weight, labels):
+    return jnp.sum((jax.nn.softmax(x @ weight) @ weight.T)[:, 0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [several_groups, with_logits, over_the_rows, of_other_rows, between_rows, into_a_matmul],
+)
+def test_what_needs_all_logits(loss):
+    """There is no advice if logits of several positions, or all logits, are used together."""
+    assert not told(report_of(loss, *operands("float32", "float32")))
 
 
 def test_logits_that_are_returned():
@@ -410,51 +629,118 @@ def test_logits_that_are_returned():
         return of_optax(logits.astype(jnp.float32), labels), logits
 
     report = memory_report(loss, x, weight, LABELS, argnums=(0, 1), has_aux=True)
-    assert functions_of(report) == {"softmax_cross_entropy_with_integer_labels"}
-
-
-def test_a_small_vocabulary():
-    """The report does not recommend a linear loss if the weight is larger than the logits.
-
-    A linear loss saves the gradient of the weight instead of the logits. This gradient is as large
-    as the weight, so a linear loss would need more memory.
-    """
-    x = jax.ShapeDtypeStruct((4, 256), "float32")
-    weight = jax.ShapeDtypeStruct((256, 64), "float32")
-
-    def loss(x, weight, labels):
-        return of_optax(x @ weight, labels)
-
-    report = memory_report(loss, x, weight, jax.ShapeDtypeStruct((4,), "int32"), argnums=1)
     assert not told(report)
 
 
-def with_soft_labels(logits):
-    return -jnp.sum(jax.nn.softmax(jnp.cos(logits)) * jax.nn.log_softmax(logits), -1).mean()
+@pytest.mark.parametrize("shape", [(4, 256, 64), (2 * TOKENS, 256, 64), (4, 16, 512)])
+def test_a_small_vocabulary(shape):
+    """There is no advice if the weight's gradient is larger than the logits, or classes are few."""
+    rows, features, classes = shape
+    x = jax.ShapeDtypeStruct((rows, features), "float32")
+    weight = jax.ShapeDtypeStruct((features, classes), "float32")
+    labels = jax.ShapeDtypeStruct((rows,), "int32")
+    loss = lambda x, weight, labels: of_optax(x @ weight, labels)  # noqa: E731
+    assert not told(memory_report(loss, x, weight, labels, argnums=(0, 1)))
 
 
-def with_its_entropy(logits):
-    logp = jax.nn.log_softmax(logits)
-    return (jnp.sum(jnp.exp(logp) * logp, -1) - logp[jnp.arange(TOKENS), FIRST]).mean()
+def half_the_label(z, labels):
+    return jax.nn.logsumexp(z, -1) - 0.5 * jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
 
 
-def without_a_label(logits):
-    return jax.nn.logsumexp(logits, -1).mean()
+def of_other_logits(z, labels):
+    return jax.nn.logsumexp(z, -1) - jnp.take_along_axis(jnp.sin(z), labels[:, None], -1)[:, 0]
 
 
-def with_weights(logits):
-    """Return a focal loss: each row's cross-entropy is multiplied by a weight, (1 - p)^2."""
-    p = jax.nn.softmax(logits)[jnp.arange(TOKENS), FIRST]
-    return -jnp.mean((1 - p) ** 2 * jnp.log(p))
+def of_some_classes(z, labels):
+    some = jax.nn.logsumexp(z[:, : CLASSES - 1], -1)
+    return some - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
+
+
+def of_two_labels(z, labels):
+    log_p = jax.nn.log_softmax(z)
+    pair = [jnp.take_along_axis(log_p, i[:, None], -1)[:, 0] for i in (labels, labels[::-1])]
+    return -0.7 * pair[0] - 0.3 * pair[1]
+
+
+def with_epsilon(z, labels):
+    p = jnp.take_along_axis(jax.nn.softmax(z), labels[:, None], -1)[:, 0]
+    return -jnp.log(p + 1e-3)
+
+
+def probability(z, labels):
+    return 1 - jnp.take_along_axis(jax.nn.softmax(z), labels[:, None], -1)[:, 0]
+
+
+def several_caps(z, labels):
+    caps = 1 + jnp.arange(1.0 * CLASSES)
+    return optax.softmax_cross_entropy_with_integer_labels(caps * jnp.tanh(z / 30), labels)
+
+
+def a_reciprocal(z, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(30 / jnp.tanh(z / 30), labels)
+
+
+def scale_of_each_class(z, labels):
+    scales = 1 + jnp.arange(1.0 * CLASSES) / CLASSES
+    return optax.softmax_cross_entropy_with_integer_labels(scales * z, labels)
+
+
+def without_the_label_s_gradient(z, labels):
+    picked = jnp.take_along_axis(jax.lax.stop_gradient(z), labels[:, None], -1)[:, 0]
+    return jax.nn.logsumexp(z, -1) - picked
+
+
+def without_the_gradient_of_log_p(z, labels):
+    log_p = jax.nn.log_softmax(z)
+    one_hot = jax.nn.one_hot(labels, CLASSES)
+    return -jnp.sum(one_hot * jax.lax.stop_gradient(log_p), -1) + 0 * jnp.sum(log_p, -1)
 
 
 @pytest.mark.parametrize(
-    "loss", [with_soft_labels, with_its_entropy, without_a_label, with_weights]
-)
-def test_other_losses(loss):
-    x, weight = operands("float32", "float32")
-    report = memory_report(lambda x, w: loss(x @ w), x, weight, argnums=(0, 1))
-    assert not any("cross_entropy" in row.advice for row in told(report))
+    "loss",
+    [
+        without_the_label_s_gradient, without_the_gradient_of_log_p, half_the_label,
+        of_other_logits, of_some_classes, of_two_labels, with_epsilon, probability, several_caps,
+        a_reciprocal, scale_of_each_class, with_smooth_labels, with_z_loss, with_the_mean,
+        soft_and_hard, brier, with_padded_classes,
+    ],
+)  # fmt: skip
+def test_losses_with_other_numbers(loss):
+    """A loss that is almost a loss with a name does not get its name."""
+    both = operands("float32", "float32")
+    report = report_of(lambda x, weight, labels: loss(x @ weight, labels).mean(), *both)
+    assert functions_of(report) == {"linear_loss"}
+
+
+def test_a_constant_and_weights_of_rows():
+    """A cross-entropy may be multiplied by weights, and a constant may be added."""
+
+    def before(x, weight, labels):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ weight, labels)
+        return jnp.sum(jnp.where(labels > 0, losses + 0.5, 0)) / jnp.sum(labels > 0)
+
+    def after(x, weight, labels):
+        return LINEAR(x, weight, labels, where=labels > 0) + 0.5
+
+    advice = check(before, after, NAME, "float32", "float32")
+    assert "it returns the mean: masks and weights go into where=" in advice
+
+
+@pytest.mark.parametrize("stack", ["scan", "checkpoint"])
+def test_chunks_of_rows(stack):
+    """Code that computes chunks of logits in a rematerialised scan needs no advice."""
+
+    def loss(x, weight, labels):
+        def chunk(total, rows):
+            part, of_part = rows
+            return total + of_optax(part @ weight, of_part), None
+
+        rows = x.reshape(2, -1, WIDTH), labels.reshape(2, -1)
+        return jax.lax.scan(jax.checkpoint(chunk) if stack == "checkpoint" else chunk, 0.0, rows)[0]
+
+    rows = told(report_of(loss, *operands("float32", "float32")))
+    assert bool(rows) == (stack == "scan")
+    assert all(row.layers == 2 for row in rows)
 
 
 def test_the_line_is_the_user_s():
@@ -463,6 +749,9 @@ def test_the_line_is_the_user_s():
     def loss(x, weight, labels):
         return of_optax((x @ weight).astype(jnp.float32), labels)
 
-    (row,) = told(memory_report(loss, x, weight, LABELS))
+    row, *_ = told(memory_report(loss, x, weight, LABELS))
     assert row.source.startswith("test_loss_advice.py:")
     assert row.source.endswith("(of_optax)")
+    text = str(memory_report(loss, x, weight, LABELS))
+    assert f"{NAME} saves" in text
+    assert max(map(len, text.splitlines())) <= 100

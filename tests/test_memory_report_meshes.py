@@ -18,10 +18,6 @@ def plain(w, x):
     return (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
 
 
-def ours(w, x):
-    return jaxnorm.gated_linear(x @ w["gate"], x @ w["up"], w["down"])
-
-
 def one(mlp):
     return lambda w, x: jnp.sum(mlp(w, x))
 
@@ -60,7 +56,7 @@ def test_bytes_of_one_device(program, kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(getattr(AxisType, kind),))
     with jax.set_mesh(mesh):
         before = memory_report(program(plain), *arguments(mesh))
-        after = memory_report(program(ours), *arguments(mesh))
+        after = memory_report(jaxnorm.auto_remat(program(plain)), *arguments(mesh))
     assert before.total == pytest.approx(whole.total / 4, rel=0.01)
     assert before.saves == pytest.approx(whole.saves / 4, rel=0.01)
     assert before.total - after.total == pytest.approx(before.saves, rel=0.1)

@@ -118,8 +118,7 @@ def loss_of(model):
 def test_tunix(make, caplog):
     """Converted models of Tunix compute the same values.
 
-    They save fewer bytes for the backward pass. The difference is the number that memory_report
-    predicts.
+    They save fewer bytes for the backward pass.
     """
     model, calls, count = make("float32")
     before, state = loss_of(model)
@@ -137,15 +136,10 @@ def test_tunix(make, caplog):
         scale = float(jnp.max(jnp.abs(other)))
         np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-3 * scale)
     reports = memory_report(before, state), memory_report(after, state)
-    # `told` and `left` are the bytes that the advice would free, before and after the conversion.
-    told, left = (
-        sum(row.saves for row in report if row.advice and row.advice.startswith("rms_norm"))
-        for report in reports
-    )
-    assert told > left
-    assert reports[0].total - reports[1].total == pytest.approx(told - left, rel=0.1)
-    functions = functions_of(reports[0])
-    assert {"gated_linear", "softmax", "linear_softmax_cross_entropy"} <= functions
+    assert reports[0].total > reports[1].total
+    # The loss saves no logits if it is replaced, and auto_remat saves at most as much as the norms.
+    assert functions_of(reports[0]) == {"linear_softmax_cross_entropy"}
+    assert reports[0].total - reports[0].saves <= reports[1].total
     # check_params finds the parameters of Tunix's norms by their names.
     paths = {norm.path for norm in jaxnorm.check_params(state, "float32")}
     assert len(paths) == count

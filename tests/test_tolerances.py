@@ -17,12 +17,11 @@ TOLERANCES = {"rtol", "atol", "rel", "abs", "tolerance"}
 #: Files whose tolerances do not bound rounding errors. Each value says what the tolerances bound.
 EXCEPTIONS = {
     "advice_cases.py": "advice promises its bytes to within 10 %",
-    "test_llama_layer.py": "advice about one model is exact but for small arrays",
     "test_memory_report.py": "advice promises its bytes to within 10 %; JAX prints rounded sizes",
-    "test_memory_report_equinox.py": "advice promises its bytes to within 10 %",
+    "test_memory_report_models.py": "advice promises its bytes to within 10 %",
     "test_memory_report_meshes.py": "a device has its part, but for small arrays",
     "test_multigpu.py": "the final losses of two trainings, which drift apart",
-    "test_own_norms_models.py": "models of other packages; advice promises its bytes",
+    "test_own_norms_models.py": "models of other packages",
 }
 
 

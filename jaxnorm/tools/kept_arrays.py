@@ -1,4 +1,4 @@
-"""A traced derivative as a graph of arrays, which `memory_report` searches for code to improve.
+"""A traced derivative as a graph of arrays, of which `memory_report` lists those that are saved.
 
 A node of the graph is an array, with the primitive that makes it, its operands and its users. The
 body of a called function (`jax.jit`, custom rules, `jax.checkpoint`) becomes part of its caller's
@@ -11,8 +11,8 @@ import importlib.util
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,27 +93,6 @@ class Value:
         """
         return math.prod(self.local) * self.dtype.itemsize
 
-    @functools.cached_property
-    def is_spread(self) -> bool:
-        """True for a broadcast of a smaller array, such as an array with one number per row.
-
-        It is also True for a value that is computed elementwise from such broadcasts and from
-        smaller arrays.
-        """
-        value = origin(self)
-        if value.made_by == "broadcast_in_dim":
-            return True
-        return (
-            value.made_by in ELEMENTWISE
-            and bool(value.operands)
-            and all(v.size < value.size or v.is_spread for v in value.operands)
-        )
-
-    @property
-    def whole_operands(self) -> list["Value"]:
-        """The operands of the same size as this value that are not broadcasts of smaller arrays."""
-        return [v for v in self.operands if v.size == self.size and not v.is_spread]
-
 
 def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of one device's shard if Explicit axes shard an array, else `shape`."""
@@ -168,28 +147,6 @@ class Program:
         """The arrays from which the program's results are computed; others are only saved."""
         ends = [*self._returned, *self._results_of_scans]
         return reached(ends, lambda value: value.operands)
-
-    def saved_of(self, values: Iterable[Value]) -> list[Value]:
-        """Return the saved arrays among `values` that have no advice yet, each once."""
-        found = [self.by_origin[v] for v in dict.fromkeys(values) if v in self.by_origin]
-        return [v for v in found if v not in self.advised]
-
-    def zeros_like(self, value: Value) -> list[Value]:
-        """Return the saved arrays that are constant and have the same shape as `value`.
-
-        Arrays for which advice has been found already are left out.
-        """
-        zeros = [v for v in self.saved if is_zeros(origin(v), value)]
-        return [v for v in zeros if v not in self.advised]
-
-    def extra_bytes(self, value: Value) -> int:
-        """Return the number of bytes by which the saved arrays grow if a value is saved too.
-
-        The value is counted once per layer. The result is 0 if the value is saved already, or is an
-        argument.
-        """
-        is_there = value in self.by_origin or value.made_by in GIVEN
-        return 0 if is_there else value.bytes * value.layers
 
     def _results(
         self, jaxpr: Jaxpr, given: Sequence[Value], layers: int, source: str = "", around: str = ""
@@ -372,21 +329,6 @@ def is_installed(file: str) -> bool:
     return file.startswith((*_folders(), "<")) or not {*file.split(os.sep)}.isdisjoint(packages)
 
 
-def _frames(equation: Any) -> list[Any]:
-    trace = equation.source_info.traceback
-    return trace.frames if trace else []
-
-
-def is_called_by(value: Value, package: str) -> bool:
-    """Return True if a function of a package, called by the user, computes a value."""
-    for frame in _frames(value.equation) if value.equation is not None else ():
-        if frame.file_name.startswith(_folder(package)):
-            return True
-        if not is_installed(frame.file_name):
-            return False
-    return False
-
-
 def _line(equation: Any) -> str:
     """Return the line of the user's code that creates an equation; "" if it is unknown.
 
@@ -395,7 +337,8 @@ def _line(equation: Any) -> str:
     name of its package: ``"keras/numpy.py:182 (matmul)"``.
     """
     package = ""
-    for frame in _frames(equation):
+    trace = equation.source_info.traceback
+    for frame in trace.frames if trace else ():
         folder, name = os.path.split(frame.file_name)
         line = f"{name}:{frame.line_num} ({frame.function_name})"
         if not is_installed(frame.file_name):
@@ -424,209 +367,3 @@ def _is_library_s(body: Jaxpr) -> bool:
     therefore be those of another call.
     """
     return any(folder in body.debug_info.func_src_info for folder in map(_folder, _LIBRARIES))
-
-
-# -------------------------------------------------------------------------- elementwise operations
-
-
-# Primitives that return the elements of their operand in another shape, order or dtype.
-COPYING = {"reshape", "transpose", "squeeze", "convert_element_type"}
-
-ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp",
-    "convert_element_type", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
-    "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "polynomial", "pow",
-    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
-    "tanh", "xor", *NAMING,
-}  # fmt: skip
-
-# Elementwise primitives that occur in activation functions, but not in a multiplication by a gate
-# or in a norm.
-NONLINEAR = {
-    "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
-    "max", "min", "select_n", "tanh",
-}  # fmt: skip
-
-# Values of `Value.made_by` for arrays that are not computed.
-GIVEN = ("argument", "layer's", "literal")
-
-
-def users(value: Value) -> Iterator[Value]:
-    """Yield the users of a value: the values that are computed from it in one step.
-
-    If a user is only a cast or a copy of the value, it is yielded, and its own users are yielded as
-    well. A copy is the result of a primitive in `NAMING`.
-    """
-    for user in value.users:
-        yield user
-        if user.made_by in NAMING or user.made_by == "convert_element_type":
-            yield from users(user)
-
-
-def are_used_only_by(
-    values: Iterable[Value], inside: Container[Value], program: Program, names: tuple[str, ...] = ()
-) -> bool:
-    """Return True if the program's results depend on `values` only through arrays in `inside`.
-
-    Results of the primitives in `names` may depend on them, too.
-    """
-    users = users_outside(values, inside)
-    return all(user not in program.live or user.made_by in names for user in users)
-
-
-def users_outside(values: Iterable[Value], inside: Container[Value]) -> list[Value]:
-    """Return the users of `values` that are not in `inside`."""
-    return [user for value in values for user in value.users if user not in inside]
-
-
-def copied(value: Value, copying: Container[str] = COPYING) -> Iterator[Value]:
-    """Yield a value, the array that it is a copy of, the array that this is a copy of, and so on.
-
-    A copy is the result of a primitive in `copying`. Each value is yielded as its `origin`.
-    """
-    value = origin(value)
-    yield value
-    while value.made_by in copying:
-        value = origin(value.operands[0])
-        yield value
-
-
-def chain(value: Value, start: Value) -> list[Value]:
-    """Return a value, its first operand, the first operand of this operand, ... up to `start`."""
-    found = [value]
-    while found[-1] is not start:
-        found.append(found[-1].operands[0])
-    return found
-
-
-def uncast(value: Value) -> Value:
-    """Follow an array back through casts, names and copies; return the original array."""
-    *_, source = copied(value, {"convert_element_type"})
-    return source
-
-
-def number(value: Value) -> float | None:
-    """Return the number to which all elements of an array are equal, or None.
-
-    The result is None unless `value` is a literal, or the cast, reshape or broadcast of a literal.
-    """
-    *_, source = copied(value, {"broadcast_in_dim", *COPYING})
-    return None if source.number is None or np.size(source.number) != 1 else float(source.number)
-
-
-def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
-    """Return the rows and the weight if `product` is a linear layer's matmul, otherwise None.
-
-    A linear layer's matmul contracts one axis and has no batch axes, and its weight has two axes.
-    The weight may be the first operand, as in `jax.vmap` of ``weight @ x``, and the contracted axis
-    may be any axis of the rows.
-    """
-    if product.made_by != "dot_general":
-        return None
-    (lhs, rhs), batch = product.equation.params["dimension_numbers"]
-    first, second = product.operands
-    found = [
-        (rows, weight)
-        for rows, over, weight in ((first, lhs, second), (second, rhs, first))
-        if len(over) == 1 and len(weight.shape) == 2
-    ]
-    if any(batch) or not found:
-        return None
-    return next((pair for pair in found if not is_given(pair[0])), found[0])
-
-
-def is_given(value: Value) -> bool:
-    """Return True for an argument of the program, a literal, or a copy of either."""
-    *_, source = copied(value)
-    return source.made_by in GIVEN
-
-
-def is_product(value: Value) -> bool:
-    """Return True for the result of a matmul, also if a bias, a cast or a reshape follows it."""
-    value = origin(value)
-    if value.made_by == "dot_general":
-        return True
-    if value.made_by in COPYING:
-        return is_product(value.operands[0])
-    if value.made_by == "add":
-        rest = value.whole_operands
-        # An added number does not count as a bias, because activations such as softplus and
-        # hard_swish also add a number.
-        is_number = any(v.made_by == "literal" for v in value.operands)
-        return len(rest) == 1 and not is_number and is_product(rest[0])
-    return False
-
-
-def is_zeros(value: Value, like: Value) -> bool:
-    """Return True for a broadcast constant with the shape of `like`.
-
-    Some derivatives of JAX save such arrays.
-    """
-    is_broadcast = value.made_by == "broadcast_in_dim" and number(value) is not None
-    return is_broadcast and value.shape == like.shape
-
-
-def is_reduced(value: Value, limit: int) -> bool:
-    """Return True if a value is computed with a matmul, or with a reduction such as a sum.
-
-    `limit` determines how far the computation is searched; see `ancestors`.
-    """
-    return any(
-        v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)
-    )
-
-
-def ancestors(value: Value, limit: int) -> dict[Value, None]:
-    """Return a value and the values that it is computed from.
-
-    The search goes back from the value through its operands. It stops at arrays of `limit` elements
-    or more, but not at casts, copies and broadcasts, whatever their size.
-    """
-
-    def made_of(v: Value) -> Sequence[Value]:
-        is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"
-        return v.operands if v is value or v.size < limit or is_copy or v.is_spread else ()
-
-    return reached([value], made_of)
-
-
-# ------------------------------------------------------------------------------------------ advice
-
-
-class Advice(NamedTuple):
-    """A change to a line of the user's code that makes the forward pass save fewer bytes.
-
-    Attributes:
-      function: name of the function to use.
-      line: the line to change: ``"file.py:12 (function)"``.
-      template: the instruction, with ``{at}`` in place of "at file.py:12".
-      members: the arrays that are no longer saved if the user follows the advice.
-      instead: number of bytes of the arrays that are then saved instead of `members`.
-      runs: number of times that the line runs.
-      label: text with which `sentence`, the printed advice, begins. If it is "", `sentence` begins
-        with the name of the function.
-    """
-
-    function: str
-    line: str
-    template: str
-    members: Sequence[Value]
-    instead: int
-    runs: int
-    label: str = ""
-
-    @property
-    def place(self) -> str:
-        """The file name and number of the line, such as ``"file.py:12"``."""
-        return self.line.partition(" ")[0] or "an unknown line"
-
-    @property
-    def sentence(self) -> str:
-        instruction = self.template.format(at=f"at {self.place}")
-        return f"{self.label or self.function}: {instruction}"
-
-    @property
-    def saves(self) -> int:
-        return sum(v.bytes for v in self.members) - self.instead

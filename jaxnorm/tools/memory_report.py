@@ -3,25 +3,31 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import html
 import math
 import operator
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.operations import checks
-from jaxnorm.tools import kept_arrays, memory_advice
-from jaxnorm.tools.kept_arrays import Advice, Program, Value
+from jaxnorm.remat import planning
+from jaxnorm.remat.auto_remat import Call, auto_remat
+from jaxnorm.tools import kept_arrays, logits_advice
+from jaxnorm.tools.kept_arrays import Program, Value
+from jaxnorm.tools.logits_advice import Advice
 from jaxnorm.tools.text import mib, short, table
 
 # Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
 # of the total bytes below which a row is not shown.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
+# `auto_remat` is advised if it saves at least this fraction of the total bytes.
+_WORTHWHILE = 0.01
 # The report shows several arrays in one row if all of the following fields of `KeptArray` are
 # equal: shape, dtype, source, made_by, layers and advice.
 type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
@@ -64,6 +70,20 @@ class KeptArray:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
+class Remat(NamedTuple):
+    """The number of bytes that `auto_remat` saves, and its price.
+
+    Attributes:
+      saves: number of bytes by which it reduces the total.
+      recompute: predicted time of recomputation, divided by the time of both passes.
+      together: number of bytes by which the total falls if other advice is followed as well.
+    """
+
+    saves: int
+    recompute: float
+    together: int
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """The arrays that a derivative saves. `str` returns a table and a summary of the advice.
@@ -90,11 +110,13 @@ class MemoryReport:
     _advice: Mapping[str, Advice] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )
+    _remat: Remat | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def saves(self) -> int:
-        """Number of bytes by which the total falls if all advice is followed."""
-        return sum(row.saves for row in self.rows)
+        """Number of bytes by which the total falls if all advice is followed, also `auto_remat`."""
+        alone = sum(row.saves for row in self.rows)
+        return alone if self._remat is None else max(alone, self._remat.together)
 
     def __iter__(self) -> Iterator[KeptArray]:
         return iter(self.rows)
@@ -153,6 +175,13 @@ class MemoryReport:
             saves[advice.function] += sum(r.saves for r in self.rows if r.advice == sentence)
             pieces.setdefault(advice.function, []).append(advice)
         lines = []
+        if self._remat is not None:
+            line = (
+                f"auto_remat saves {mib(self._remat.saves)} of {mib(self.total)} MiB: "
+                "jaxnorm.auto_remat(fun) computes these arrays again, which takes "
+                f"{self._remat.recompute:.1%} of the predicted time of both passes"
+            )
+            lines += _wrapped(line, "", "  ")
         for function, size in saves.most_common():
             places = collections.Counter[str]()
             for one in pieces[function]:
@@ -214,9 +243,10 @@ def memory_report(
 
     Returns:
       A :class:`MemoryReport`, with ``total`` and ``saves`` in bytes, and ``rows``; ``print`` it for
-      a table. Advice covers linear layers after an activation, norms, softmaxes, masks and
-      cross-entropies, and, in a scan, arrays that are saved twice. Code gets advice only if it
-      returns the same numbers as jaxnorm's function for random inputs.
+      a table. Its text says what :func:`auto_remat` saves and costs. Rows have advice if they are
+      logits, or computed from logits, that :func:`linear_loss` or a linear loss with a name need
+      not save. A loss with a name is advised only if it returns the same numbers as the code for
+      random logits.
 
     Raises:
       TypeError: f is not a function, ``argnums`` is neither an integer nor a sequence of them, or
@@ -235,9 +265,20 @@ def memory_report(
       >>> w = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
       >>> x = jax.ShapeDtypeStruct((1024, 64), "float32")
       >>> report = jaxnorm.memory_report(mlp, w, x)
-      >>> report.total / 2**20, report.rows[0].advice.split(":")[0]
-      (6.0, 'gated_linear')
+      >>> report.total / 2**20, report.saves / 2**20
+      (6.0, 4.0)
     """
+    return report_of(f, args, argnums, has_aux)
+
+
+def report_of(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    has_advice: bool = True,
+) -> MemoryReport:
+    """Return the report of `memory_report`, with or without advice."""
     if not callable(f):
         raise TypeError(
             f"memory_report: f is a {type(f).__name__}; expected a function, and its arguments "
@@ -261,13 +302,13 @@ def memory_report(
                 "them or, if f closes over its parameters, make them an argument"
             )
 
-    def residuals(arrays: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+    def run(moving: dict[int, Any], arrays: dict[int, Any]) -> Any:
+        return f(*jax.tree.unflatten(tree, (leaves | arrays | moving).values()))
+
+    def residuals(arrays: dict[int, Any], run: Callable[..., Any] = run) -> tuple[Any, Any]:
         """Return the residuals of f's derivative, and the results of f."""
-
-        def of_moving(moving: dict[int, Any]) -> Any:
-            return f(*jax.tree.unflatten(tree, (leaves | arrays | moving).values()))
-
         primals = {i: arrays[i] for i in moving}
+        of_moving = functools.partial(run, arrays=arrays)
         results = jax.vjp(of_moving, primals, has_aux=has_aux)  # type: ignore[call-overload]
         y, backward, *aux = results
         y = jax.tree.map(jnp.asarray, y)  # f may return a Python number
@@ -277,10 +318,13 @@ def memory_report(
         returned = [a for a in jax.tree.leaves((y, aux)) if _is_array(a)]
         return jax.tree.leaves(backward), returned
 
-    traced, (saved, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
-    program = Program(traced, len(saved), [i in moving for i in arrays])
+    def program_of(residuals: Callable[..., Any]) -> Program:
+        traced, (saved, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
+        return Program(traced, len(saved), [i in moving for i in arrays])
+
+    program = program_of(residuals)
     parts = _parts(residuals, arrays, program)
-    pieces = memory_advice.advice(program)
+    pieces = logits_advice.advice(program) if has_advice else {}
     told: dict[str, Advice] = {}
     groups: dict[_Key, list[int]] = {}  # Values: [bytes, `KeptArray.saves`, count].
     for value in program.saved:
@@ -296,7 +340,24 @@ def memory_report(
         told[one.sentence] = one._replace(runs=runs)
     rows = [KeptArray(size, *key, saves, count) for key, (size, saves, count) in groups.items()]
     rows.sort(key=lambda row: -row.bytes)
-    return MemoryReport(sum(row.bytes for row in rows), tuple(rows), told)
+    report = MemoryReport(sum(row.bytes for row in rows), tuple(rows), told)
+    if not (has_advice and rows):
+        return report
+    with_remat = program_of(functools.partial(residuals, run=auto_remat(run)))
+    default, least = (sum(v.bytes for v in p.saved) for p in (program, with_remat))
+    if default - least < _WORTHWHILE * default:
+        return report
+    also = sum(saves for _, saves in logits_advice.advice(with_remat).values())
+    call = Call(run, [{i: arrays[i] for i in moving}, arrays], {}, ())
+    mask = tuple(owner == 0 for owner in call.owners)
+    tangents = [a for a, is_moving in zip(call.arrays, mask) if is_moving]
+    found = planning.survey(call.region(), mask, call.arrays, tangents)
+    recompute = found.recomputed(planning.unlimited()) / (found.seconds or 1.0)
+    # XLA may shard the saved arrays: `default` counts entire arrays then.
+    saves, together = (
+        n * report.total // default for n in (default - least, default - least + also)
+    )
+    return dataclasses.replace(report, _remat=Remat(saves, recompute, together))
 
 
 def _cotangent(y: Any) -> Any:

@@ -10,7 +10,7 @@ from jaxnorm.remat import costs, planning
 from jaxnorm.remat.auto_remat import Call, auto_remat, check_budget, indices
 from jaxnorm.remat.regions import Linearized, Pricing, is_inexact
 from jaxnorm.tools import saved_names
-from jaxnorm.tools.memory_report import KeptArray, MemoryReport, memory_report
+from jaxnorm.tools.memory_report import KeptArray, MemoryReport, report_of
 from jaxnorm.tools.saved_names import Line, Saved
 from jaxnorm.tools.text import mib, short, table
 
@@ -167,12 +167,13 @@ def remat_plan(
     found = planning.survey(call.region(), mask, call.arrays, tangents)
     pricing = found.chosen(_NAME, budget)
     recompute = found.recomputed(pricing)
-    report = memory_report(auto_remat(of_arrays, budget=budget), *arguments, argnums=along)
-    rows = tuple(dataclasses.replace(row, advice=None, saves=0) for row in report.rows)
+    report = report_of(
+        auto_remat(of_arrays, budget=budget), arguments, argnums=along, has_advice=False
+    )
     total = found.seconds or 1.0
     points = tuple(RematPoint(size, time / total) for size, time in found.frontier())
     lines = saved_names.lines([_saved(derivative, pricing) for _, derivative in found.regions])
-    return RematPlan(rows, report.total, found.default, recompute / total, points, lines)
+    return RematPlan(report.rows, report.total, found.default, recompute / total, points, lines)
 
 
 def _saved(derivative: Linearized, pricing: Pricing) -> Saved:

@@ -1,0 +1,237 @@
+"""Advice on logits that a loss of a linear layer need not save.
+
+The logits are the result of a matmul with many more classes than features. If each position's
+logits are used only by computations of that position, `jaxnorm.linear_loss` can do these
+computations. A linear loss with a name is advised instead if it returns the same numbers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.tools import values
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Program, Value, reached
+from jaxnorm.tools.loss_values import Loss
+from jaxnorm.tools.values import Head, Rows
+
+# Primitives that return the elements of their operand in another shape, order or dtype.
+_COPYING = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", *NAMING}
+
+# Primitives of sums, also over the iterations of a scan.
+_SUMS = {"add", "add_any", "neg", "reduce_sum", "scan", "sub", STACKED, *_COPYING}
+
+
+class Advice(NamedTuple):
+    """A change to a line of the user's code that makes the forward pass save fewer bytes.
+
+    Attributes:
+      function: name of the function to use.
+      place: the file name and the number of the line to change, ``"file.py:12"``.
+      template: the instruction, with ``{at}`` in place of "at file.py:12".
+      members: the arrays that are no longer saved if the user follows the advice.
+      instead: number of bytes of the arrays that are then saved instead of `members`.
+      runs: number of times that the line runs.
+    """
+
+    function: str
+    place: str
+    template: str
+    members: Sequence[Value]
+    instead: int
+    runs: int
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.function}: {self.template.format(at=f'at {self.place}')}"
+
+    @property
+    def saves(self) -> int:
+        return sum(v.bytes for v in self.members) - self.instead
+
+
+@np.errstate(all="ignore")
+def advice(program: Program) -> dict[Value, tuple[Advice, int]]:
+    """Return a dict: for each saved array, the advice that frees it and the number of freed bytes.
+
+    Arrays that no advice frees are not in the dict. If the program then saves other arrays instead,
+    their bytes are deducted from the largest freed array. If they are more than the size of that
+    array, the rest is deducted from the next largest one, and so on.
+    """
+    found: dict[Value, tuple[Advice, int]] = {}
+    for one in _losses(program):
+        instead = one.instead
+        for value in sorted(one.members, key=lambda v: -v.bytes):
+            in_its_place = min(instead, value.bytes)
+            instead -= in_its_place
+            if value not in found and value.bytes > in_its_place:
+                found[value] = one, value.bytes - in_its_place
+    return found
+
+
+def _losses(program: Program) -> Iterator[Advice]:
+    """Yield advice on each matmul whose result a linear loss need not save."""
+    heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
+    for head in heads:
+        if head.logits.is_active and head.classes**2 > 2 * head.weight.size:
+            one = _named(head, heads, program) or _any(head, program)
+            if one is not None and one.saves > 0:
+                yield one
+
+
+def _head(product: Value) -> Head | None:
+    """Return the linear layer whose matmul computes an array, or None.
+
+    The matmul contracts one axis and has no batch axes, and the weight has two axes. The weight may
+    be the first operand, as in `jax.vmap` of ``weight @ x``.
+    """
+    if product.made_by != "dot_general":
+        return None
+    over, batch = product.equation.params["dimension_numbers"]
+    if any(batch) or len(over[0]) != 1:
+        return None
+    first, second = (len(v.shape) == 2 for v in product.operands)
+    if first and second:
+        first = _is_given(product.operands[0]) and not _is_given(product.operands[1])
+    return Head(product, 0 if first else len(product.shape) - 1) if first or second else None
+
+
+def _is_given(value: Value) -> bool:
+    """Return True for an argument of the program, a literal, or a copy of either."""
+    return _copied(value).made_by in ("argument", "layer's", "literal")
+
+
+def _copies(value: Value) -> Iterator[Value]:
+    """Yield a value, the array of which it is a copy or a broadcast, and so on."""
+    yield value
+    while value.made_by in _COPYING:
+        value = value.operands[0]
+        yield value
+
+
+def _copied(value: Value) -> Value:
+    *_, source = _copies(value)
+    return source
+
+
+# ----------------------------------------------------------------------- the loss of the logits
+
+
+def _any(head: Head, program: Program) -> Advice | None:
+    """Return advice to use linear_loss for all that is computed position by position."""
+    rows = values.positions(program, [head])
+    after = {v: [u for u in _live(v, program) if u not in rows] for v in rows}
+    cuts = [v for v in rows if after[v]]
+    wide = [(v, u) for v in cuts if 4 * v.size > head.logits.size for u in after[v]]
+    is_row = all(values.sums_classes(u, rows[v]) for v, u in wide)
+    if not (is_row and _are_in_order(cuts, rows)):
+        return None
+    is_summed = len(cuts) == 1 and _are_summed(cuts, program)
+    return _advice("linear_loss", head, cuts, rows, {}, is_summed, program)
+
+
+def _named(head: Head, heads: Sequence[Head], program: Program) -> Advice | None:
+    """Return advice to use a linear loss with a name, or None if it returns other numbers."""
+    teachers = [h for h in heads if h.logits.shape == head.logits.shape and not h.logits.is_active]
+    for pair in ([head], *([head, teacher] for teacher in teachers)):
+        loss = Loss(pair, values.positions(program, pair))
+        for function, cuts, options in loss.found():
+            inside = _inside(head, cuts, lambda v: _live(v, program))
+            is_summed = "log_prob" not in function and _are_summed(cuts, program)
+            is_loss = is_summed or "cross_entropy" not in function
+            if is_loss and inside.keys() <= loss.rows.keys() and _are_in_order(cuts, loss.rows):
+                return _advice(function, head, cuts, loss.rows, options, is_summed, program)
+    return None
+
+
+def _are_in_order(cuts: Sequence[Value], rows: Rows) -> bool:
+    """Return True if the arrays have the positions of the logits, or some of them, in order."""
+    return bool(cuts) and all(np.all(np.diff(rows[v].ravel()) > 0) for v in cuts)
+
+
+def _inside(
+    head: Head, cuts: Sequence[Value], users: Callable[[Value], Sequence[Value]]
+) -> dict[Value, None]:
+    """Return the arrays that are computed from the logits before `cuts`, and `cuts`."""
+    return reached([head.logits], lambda v: () if v in cuts else users(v))
+
+
+def _live(value: Value, program: Program) -> list[Value]:
+    return [v for v in value.users if v in program.live]
+
+
+def _are_summed(losses: Sequence[Value], program: Program) -> bool:
+    """Return True if only sums of losses are used, or sums of losses times constant weights."""
+
+    def is_linear(value: Value) -> bool:
+        of_losses = [v.is_active for v in value.operands]
+        if value.made_by == "div":
+            return of_losses == [True, False]
+        is_product = value.made_by in ("mul", "select_n")
+        return value.made_by in _SUMS or (is_product and sum(of_losses) == 1)
+
+    after = reached(losses, lambda v: _live(v, program) if v.size > 1 else [])
+    return all(v in losses or is_linear(v) for v in after)
+
+
+# ----------------------------------------------------------------------------- what it saves
+
+
+def _advice(
+    function: str,
+    head: Head,
+    cuts: Sequence[Value],
+    rows: Rows,
+    options: dict[str, str],
+    is_summed: bool,
+    program: Program,
+) -> Advice:
+    """Return advice to use a linear loss for the arrays between a matmul and `cuts`.
+
+    A sum or a mean saves the gradients of its operands; other linear losses save the operands.
+    """
+    inside = _inside(head, cuts, lambda v: v.users)
+    shapes = {v.shape for v in inside if 4 * v.size > head.logits.size}
+    for value in reversed(program.values):
+        users = {v for v in value.users if v.made_by != STACKED or v in program.live}
+        is_own = users <= inside.keys() if users else value.shape in shapes
+        if is_own and not value.is_active and (is_summed or _is_of_integers(value)):
+            inside[value] = None
+    operands = {_copied(v): v for a in inside if a in rows for v in a.operands if v not in inside}
+    instead = 0
+    for operand in operands.values():
+        copies = [*_copies(operand)]
+        saved = [v for v in copies if v in program.by_origin]
+        if is_summed:
+            users = {u for v in saved for u in v.users if u.made_by != STACKED}
+            # The derivative of a function of jaxnorm may use its result.
+            own = [v for v in saved if not v.made_by.startswith("jaxnorm.")]
+            is_free = not operand.is_active or (bool(own) and users <= {*inside, *copies})
+        else:
+            is_free = bool(saved) or _is_given(operand) or _is_of_integers(operand)
+        instead += 0 if is_free else min(v.bytes for v in copies) * head.logits.layers
+    members = dict.fromkeys(program.by_origin[v] for v in inside if v in program.by_origin)
+    if _copied(head.weight).dtype.itemsize > head.weight.dtype.itemsize:
+        options = options | {"dtype": head.weight.dtype.name}
+    if not is_summed and function != "linear_log_prob_and_entropy":
+        options = options | {"reduction": '"none"'}
+    is_any, text = function == "linear_loss", [f"{name}={text}" for name, text in options.items()]
+    is_sliced = any(rows[v].size * head.classes < head.logits.size for v in cuts)
+    how = (
+        f"replace the loss {{at}} and the matmul before it with jaxnorm.{function}"
+        + "(fun, x, weight, *rows)" * is_any
+        + f", with {' and '.join(text)}" * bool(text)
+        + ", and slice the matmul's input" * is_sliced
+        + " (it returns the mean: masks and weights go into where=)" * is_summed
+        + "; fun(logits, *row) computes the same for one position" * is_any
+        + f": only {'gradients' if is_summed else 'its operands'} are saved, and no logits"
+    )
+    place = cuts[-1].source.partition(" ")[0] or "an unknown line"
+    return Advice(function, place, how, [*members], instead, head.logits.layers)
+
+
+def _is_of_integers(value: Value) -> bool:
+    """Return True if an array is computed from integers and literals alone."""
+    sources = (v for v in reached([value], lambda v: v.operands) if not v.operands)
+    return all(v.made_by == "literal" or not jnp.issubdtype(v.dtype, jnp.inexact) for v in sources)
