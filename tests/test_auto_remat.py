@@ -955,3 +955,15 @@ def test_the_logits_of_a_linear_loss_are_computed_again_last():
     assert runs[0][0] == 1
     most = max(dots for _, dots in runs)
     assert all(dots == most for losses, dots in runs if losses > 1)
+
+
+def test_a_single_layer_need_not_save_anything():
+    params, x = arguments_of_models()
+    params, x = jax.tree.map(lambda a: a[0].astype(jnp.float32), (params, x[None, :, :4]))
+
+    def loss(params, x):
+        return jnp.sum(remat_models.LAYERS["llama"][0](x, params) ** 2)
+
+    assert jaxnorm.remat_plan(loss, params, x).frontier[-1].bytes == 0
+    ours = jax.jit(jax.grad(auto_remat(loss, budget=0)))
+    assert_same(lambda: ours(params, x), lambda: jax.grad(loss)(params, x))

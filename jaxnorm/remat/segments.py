@@ -19,6 +19,11 @@ from jaxnorm.remat import costs
 from jaxnorm.remat.programs import variables
 
 
+# A program with fewer arrays that cross, such as a single layer, is not split. Otherwise, a small
+# budget could not compute the array between attention and MLP again.
+_LEAST = 3
+
+
 def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, int], list[Var]]:
     """Return the segment of each value, and the values that cross from a segment to the next.
 
@@ -56,7 +61,7 @@ def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, i
         if i in crossings and since >= target and costs.size(crossings[i].aval) <= typical:
             anchors.append(crossings[i])
             since = 0
-    return found, anchors
+    return (found, anchors) if len(anchors) >= _LEAST else (dict.fromkeys(found, 0), [])
 
 
 def group(linear: Sequence[Any], of: dict[Var, int], tangents: Collection[Var]) -> list[list[Any]]:
