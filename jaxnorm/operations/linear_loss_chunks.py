@@ -26,10 +26,10 @@ dlogits are the gradients of the logits, in the dtype of the matmuls' operands. 
 factors: 1 / n, `logits_scale`, and the loss weight or the cotangent of each row. So the matmuls
 write dx and dW in their own dtypes, and no other pass over dx and dW is needed.
 
-In float16, small dlogits would underflow (below 6e-8). For matmuls in this dtype, dlogits are
-therefore computed in float32, and each row is divided by a power of two, the magnitude of its
-largest element, before it is cast. This division is undone in float32. For dx, the row of dx is
-multiplied by the power of two. For dW, the row of x is multiplied by it before the matmul.
+In float16, small dlogits would underflow (below 6e-8). In this dtype, each row of dlogits is
+therefore divided by a power of two, the magnitude of the row's factors, or of its largest element
+if plain JAX computes it. This division is undone in float32. For dx, the row of dx is multiplied by
+the power of two. For dW, the row of x is multiplied by it before the matmul.
 """
 
 import functools
@@ -293,7 +293,7 @@ class Chunks:
         of_rows = {name: a for name, a in zeros.items() if kind(name) in OF_ROWS}
 
         def step(rows: Rows, carry: Carry) -> Carry:
-            losses, dlogits, others = self.derivative(rows, cotangents)
+            losses, dlogits, sizes, others = self.derivative(rows, cotangents)
             results = {}
             if makes_losses:
                 results[head.outputs[0]] = rows.put(carry[head.outputs[0]], losses)
@@ -306,19 +306,16 @@ class Chunks:
                     results[name] = added(carry, name, rows.if_any(gradient).astype(wide))
             if self.holds_dlogits:
                 return results | {"dlogits": rows.put(carry["dlogits"], dlogits)}
-            return results | products(rows, dlogits, carry)
+            return results | products(rows, dlogits, carry, sizes)
 
-        def products(rows: Rows, dlogits: jax.Array, carry: Carry) -> Carry:
+        def products(rows: Rows, dlogits: jax.Array, carry: Carry, sizes: Any = 1) -> Carry:
             x, results = rows.of_x(self.x), {}
             if "bias" in head.wrt:
-                results["bias"] = added(carry, "bias", jnp.sum(dlogits, 0, dtype=self.wide))
-            sizes: Any = 1
+                of_rows = sizes * dlogits.astype(self.wide)
+                results["bias"] = added(carry, "bias", jnp.sum(of_rows, 0))
             largest: Any = 1
             if is_narrow:
-                # Divide each row by a power of two, so that small gradients do not underflow.
-                of_rows = jnp.max(jnp.abs(dlogits), -1, keepdims=True, initial=0)
-                sizes, largest = _powers_of_two(of_rows)
-                dlogits = (dlogits / sizes).astype(self.dtype)
+                largest = jnp.max(sizes)
                 x = sizes / largest * x.astype(self.wide)
             if "x" in head.wrt:
                 dtype = self.wide if is_narrow else dtypes["x"]
@@ -442,18 +439,19 @@ class Chunks:
 
     def derivative(
         self, rows: "Rows", cotangents: Sequence[jax.Array]
-    ) -> tuple[Any, jax.Array, Carry]:
+    ) -> tuple[Any, jax.Array, Any, Carry]:
         """Return the first result of a chunk's rows, and the gradients of its logits and operands.
 
         If the forward pass saved results, the first result is None. The gradient of the logits has
-        the dtype of the matmuls' operands, or a wider one in float16. The gradients of the operands
-        of a traced function are in a dict.
+        the dtype of the matmuls' operands. In float16, each of its rows has been divided by a power
+        of two, the third of the returned values, so that small gradients do not underflow. The
+        gradients of the operands of a traced function are in a dict.
         """
         program, loss = self.head.program, self.head.program.loss
         logits, arrays = self.of_chunk(rows, self.given)
         wanted = {name: a for name, a in arrays.items() if name in self.head.wrt}
         cotangents = [*map(rows.of, cotangents)]
-        dtype = self.wide if self.dtype.name == "float16" else self.dtype
+        is_narrow = self.dtype.name == "float16"
 
         def pulled(function: Callable[..., Any], *of: jax.Array) -> list[Any]:
             """Return the first result, the gradients of the arrays `of`, and those of `wanted`."""
@@ -472,12 +470,27 @@ class Chunks:
             y, (dlogits,), others = pulled(
                 lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
             )
-            return y, rows.unmasked(dlogits).astype(dtype), others
+            dlogits, sizes = rows.unmasked(dlogits), jnp.ones((), dlogits.dtype)
+            if is_narrow:
+                sizes = _powers_of_two(jnp.max(jnp.abs(dlogits), -1, keepdims=True, initial=0))
+            return y, (dlogits / sizes).astype(self.dtype), sizes, others
         call, operands = self.loss(rows, logits, arrays)
+
+        def divided(cotangents: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Any]:
+            """Divide the cotangents of each row by a power of two, if the matmuls are float16."""
+            if not is_narrow:
+                return cotangents, 1
+            size = jnp.abs(_like(operands.get("logits_scale", jnp.ones(rows.size)), logits))
+            of_rows = [jnp.abs(ct).reshape(rows.size, -1) for ct in cotangents]
+            largest = jnp.max(jnp.concatenate(of_rows, -1), -1, keepdims=True, initial=0)
+            sizes = _powers_of_two(largest * size * abs(call.spec.logits.logits_scale))
+            return [ct / sizes.reshape(-1, *[1] * (ct.ndim - 1)) for ct in cotangents], sizes
+
         if program.is_loss and not self.kept and not wanted:
             # A single kernel may compute the results and the gradient together.
-            *ys, dlogits = _bound(call.with_gradient(dtype), operands, cotangents).values()
-            return ys[0], dlogits, {}
+            cotangents, sizes = divided(cotangents)
+            *ys, dlogits = _bound(call.with_gradient(self.dtype), operands, cotangents).values()
+            return ys[0], dlogits, sizes, {}
         call, y, others = call.with_stats(), None, {}
         outputs = rows.kept() if self.kept else _bound(call, operands)
         if program.after is not None:
@@ -487,9 +500,10 @@ class Chunks:
             cotangents = [*map(rows.unmasked, cotangents)]
         # If the logits have the same dtype as their gradient, it may overwrite them.
         outputs_of = call.returns[: len(cotangents)]
-        call = call.backward(("x",), outputs_of, gradient_dtype=dtype)
+        cotangents, sizes = divided(cotangents)
+        call = call.backward(("x",), outputs_of, gradient_dtype=self.dtype)
         (dlogits,) = _bound(call, operands | outputs, cotangents).values()
-        return y, dlogits, others
+        return y, dlogits, sizes, others
 
     def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
         """Return the call of the jaxnorm loss that takes a chunk's logits, and its operands."""
@@ -677,18 +691,17 @@ def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Car
     return dict(zip(call.returns, linear_loss_call.bind(call, *arrays, *linear)))
 
 
-def _powers_of_two(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Round positive numbers down to powers of two, and return them and the largest of them.
+def _powers_of_two(sizes: jax.Array) -> jax.Array:
+    """Round positive numbers down to powers of two.
 
-    Zeros, infinities and NaNs become the largest.
+    Zeros, infinities and NaNs become the largest of the others, or 1 if there are no others.
     """
     counts = jnp.isfinite(sizes) & (sizes > 0)
     info = jnp.finfo(sizes.dtype)
     sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)
     sizes = lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)
     largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
-    largest = jnp.where(largest > 0, largest, 1)
-    return jnp.where(counts, sizes, largest), largest
+    return jnp.where(counts, sizes, jnp.where(largest > 0, largest, 1))
 
 
 def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
