@@ -18,7 +18,6 @@ from jax.extend.core import Var
 from jaxnorm.remat import costs
 from jaxnorm.remat.programs import variables
 
-
 # A program with fewer arrays that cross, such as a single layer, is not split. Otherwise, a small
 # budget could not compute the array between attention and MLP again.
 _LEAST = 3
