@@ -470,7 +470,8 @@ class Chunks:
             y, (dlogits,), others = pulled(
                 lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
             )
-            dlogits, sizes = rows.unmasked(dlogits), jnp.ones((), dlogits.dtype)
+            dlogits = rows.unmasked(dlogits)
+            sizes: Any = 1
             if is_narrow:
                 sizes = _powers_of_two(jnp.max(jnp.abs(dlogits), -1, keepdims=True, initial=0))
             return y, (dlogits / sizes).astype(self.dtype), sizes, others
