@@ -64,7 +64,7 @@ def outcomes(
                 running.append(_Worker(side, workers))
             left = yield from _round(suite, list(zip(running, turns)), limit_s)
             todo.extendleft(reversed(left))
-    finally:  # end the processes also if the run is interrupted, or if the caller stops early
+    finally:  # end the processes even if the run is interrupted, or if the caller stops early
         for worker in running:
             if not worker.ended:
                 worker.end()

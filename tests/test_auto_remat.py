@@ -671,7 +671,7 @@ def test_linen_parameters_are_those_of_nn_remat():
 @pytest.mark.parametrize("budget", [None, 0.9])
 @pytest.mark.parametrize("place", ["model", "loss", "layers"])
 def test_equinox(place, budget):
-    """Gradients and statistics are those without `auto_remat`, also if the layers are wrapped."""
+    """Gradients and statistics are those without `auto_remat`, even if the layers are wrapped."""
     eqx = pytest.importorskip("equinox")
     auto = functools.partial(importlib.import_module("jaxnorm.equinox").auto_remat, budget=budget)
 

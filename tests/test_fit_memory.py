@@ -153,7 +153,7 @@ def test_donated_arguments(compilations):
 
 
 def test_several_functions():
-    """All wrapped functions share the memory, also if one of them never runs again."""
+    """All wrapped functions share the memory, even if one of them never runs again."""
 
     def two(remat, weights, x):
         of_layers = functools.partial(loss, layer=remat(layer))

@@ -42,7 +42,7 @@ def test_log_probabilities_are_losses(dtype, implementation):
 @pytest.mark.parametrize("count", [3, 40])
 @pytest.mark.parametrize("masked", [False, True])
 def test_several_labels(count, masked):
-    """Each label of a position has its log-probability, also if the label's class is masked."""
+    """Each label of a position has its log-probability, even if the label's class is masked."""
     rng = np.random.default_rng(count)
     x = jnp.asarray(3 * rng.normal(size=(5, 64)), jnp.float32)
     labels = jnp.asarray(rng.integers(0, 64, (5, count)), jnp.int32)

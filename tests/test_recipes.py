@@ -428,7 +428,7 @@ def test_jensen_shannon(logits):
 
 @pytest.mark.parametrize("b", [0.0, 1.0])
 def test_the_ends_of_the_jensen_shannon_divergence(b):
-    """For b = 0 and b = 1, the divergence is 0, also if a class is masked in one of the models."""
+    """For b = 0 and b = 1, the divergence is 0, even if a class is masked in one of the models."""
     x, head, bias, *_ = layer("masked")
     teacher_x, teacher_head = normal(7, *POSITIONS, 12), normal(8, 12, VOCABULARY)
     ours = functools.partial(page("recipes")["jensen_shannon"], bias=bias)

@@ -222,7 +222,7 @@ def test_a_mesh_without_devices_on_a_machine_with_one(monkeypatch):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", BASIC)
 def test_kernels_on_a_mesh_of_gpus(name, place):
-    """Kernels run on a mesh of all GPUs of this machine, also if there is only one."""
+    """Kernels run on a mesh of all GPUs of this machine, even if there is only one."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):

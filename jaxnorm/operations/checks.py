@@ -620,7 +620,7 @@ def one_of(function: str, name: str, value: str | None, valid: Sequence[str | No
 def implementation(function: str, name: str | None) -> None:
     """Raise ValueError unless `name` is None or the name of an implementation.
 
-    Raise it also if the implementation cannot be imported.
+    Also raise it if the implementation cannot be imported.
     """
     if name is None:
         return

@@ -285,7 +285,7 @@ def loss_call(
 def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
     """Raise ValueError unless the options of a loss are finite in `dtype`.
 
-    Raise it also if the scale of the logits or a softcap is not 0, but is rounded to 0.
+    Also raise it if the scale of the logits or a softcap is not 0, but is rounded to 0.
 
     Args:
       function: name of the public function.
