@@ -3,7 +3,7 @@
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
-        [--rows "plain;auto*"] [--barriers saved] [--save FILE.csv] [--tiny]
+        [--rows "plain;auto*"] [--save FILE.csv] [--tiny]
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
@@ -32,7 +32,6 @@ import jaxnorm
 from benchmarks import language_models, models, results, training, variants
 from benchmarks.language_models import Model, Params
 from benchmarks.variants import Array, rotated
-from jaxnorm.remat import regions
 
 _STEPS, _ROUNDS = 8, 3
 _BUDGETS = (0.2, 0.1, 0.05, 0.03)
@@ -239,11 +238,9 @@ def main() -> None:
     parser.add_argument("--models", default="llama-1b,gpt2-small")
     parser.add_argument("--layers", default="scan,unrolled")
     parser.add_argument("--rows", default="*", help='such as "plain;auto*"')
-    parser.add_argument("--barriers", default=regions.BARRIERS, help="saved, recomputed or none")
     parser.add_argument("--save", type=Path, help="a CSV file, to which the results are appended")
     parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
     options = parser.parse_args()
-    regions.BARRIERS = options.barriers
     plain = variants.VARIANTS["jnp"]
     variants.VARIANTS[_LINEAR] = dataclasses.replace(plain, loss=variants.loss_without_logits)
     if options.tiny:

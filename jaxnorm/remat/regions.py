@@ -18,7 +18,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
@@ -32,19 +31,6 @@ from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
 
 Mask = tuple[bool, ...]
-type Barriers = OneOf["saved", "recomputed", "none"]
-
-#: Where optimization barriers separate the backward pass from the forward pass, outside of loops.
-#: Without a barrier, XLA merges equal values of the two passes, and so keeps arrays in memory that
-#: the plan does not save. The backward pass of a segment begins with a barrier around its
-#: cotangents and
-#:
-#: - "saved": all arrays that it saves. Custom derivative rules may recompute values from them.
-#: - "recomputed": the arrays from which it computes others again.
-#: - "none": there is no barrier.
-#:
-#: Loops need none: the two passes are two loops, whose values XLA cannot merge.
-BARRIERS: Barriers = "saved"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,10 +159,6 @@ class Region:
         run = jax.custom_jvp(lambda *arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
         run.defjvp(functools.partial(self._jvp, plan), symbolic_zeros=True)
         return run(*arrays, *self.program.constants)
-
-    def _has_barrier(self, is_recomputed: bool) -> bool:
-        of_kind = {"saved": True, "recomputed": is_recomputed, "none": False}
-        return not self.in_loop and of_kind[BARRIERS]
 
     @property
     def _count(self) -> int:
@@ -361,8 +343,8 @@ class Region:
         outputs = [*derivative.outputs, *(v for v in saved if v not in {*inputs})]
         equations = needed(derivative.known, outputs, with_effects=True)
         arrays = jaxpr_as_fun(program.closed(equations, inputs, outputs))(*primals)
-        made = {v: a for v, a in zip(outputs, arrays) if not isinstance(v, Literal)}
-        values = dict(zip(inputs, primals)) | made
+        values = dict(zip(inputs, primals))
+        values |= {v: a for v, a in zip(outputs, arrays) if not isinstance(v, Literal)}
         along = dict(zip(derivative.tangents, tangents))
         available = {*saved, *inputs}
         last_use = {
@@ -381,13 +363,14 @@ class Region:
             recomputing = dict.fromkeys(v for e in again for v in variables(e.invars))
             operands = [v for v in dict.fromkeys([*recomputing, *residuals]) if v in available]
             results = [v for v in made if last_use.get(v, -1) > i]
-            waiting = [v for v in operands if self._has_barrier(v in recomputing)]
-            operands = [*(v for v in operands if v not in {*waiting}), *waiting]
             moved = linear_program(
                 program.closed([*again, *linear], [*operands, *moving], results),
                 [values[v] for v in operands],
                 [along[v] for v in moving],
-                waiting=len(waiting),
+                # Without a barrier, XLA would merge equal values of the forward and the backward
+                # pass, and so keep arrays in memory that the plan does not save. Loops need none:
+                # the two passes are two loops.
+                waiting=0 if self.in_loop else len(operands),
             )
             along.update(zip(results, moved))
         return arrays[: len(derivative.outputs)], [along[v] for v in derivative.along]
