@@ -118,10 +118,8 @@ def gemma_2(
     dtype: DType, layers: int, width: int, vocabulary: int, batch: int, seq: int, **pair: int
 ) -> Program:
     module = _Gemma(layers, width, vocabulary, pair, dtype)
-    batches = parts.tokens(batch, seq, vocabulary=vocabulary)
     matrix = batch * pair["heads"] * seq * seq
-    sizes = {"activation": batch * seq * width, "matrix": matrix, "length": seq}
-    return parts.of_module(module, parts.next_token, batches, **sizes)
+    return parts.of_tokens(module, (batch, seq, width), vocabulary, matrix=matrix, length=seq)
 
 
 # Mixtral: each token runs through two of the experts, whose rows are sorted for ragged matmuls.
@@ -196,8 +194,7 @@ def mixtral(
     """Return Mixtral. `attention` is (heads, kv_heads, head), `experts` (all, chosen, hidden)."""
     layer = functools.partial(_MixtralLayer, attention=attention, experts=experts, dtype=dtype)
     module = _Decoder(layers, width, vocabulary, layer, dtype)
-    batches = parts.tokens(batch, seq, vocabulary=vocabulary)
-    return parts.of_module(module, parts.next_token, batches, activation=batch * seq * width)
+    return parts.of_tokens(module, (batch, seq, width), vocabulary)
 
 
 # Hyper-connections (mHC): several residual streams, which a doubly stochastic matrix mixes.
@@ -270,8 +267,7 @@ def hyper_connections(
     dtype: DType, layers: int, width: int, vocabulary: int, batch: int, seq: int, **layer: Any
 ) -> Program:
     module = _HyperConnections(layers, width, vocabulary, layer, dtype)
-    batches = parts.tokens(batch, seq, vocabulary=vocabulary)
-    return parts.of_module(module, parts.next_token, batches, activation=batch * seq * width)
+    return parts.of_tokens(module, (batch, seq, width), vocabulary)
 
 
 # Mamba 2: a state-space layer, computed in chunks of tokens (SSD).
@@ -360,8 +356,7 @@ def mamba_2(
     dtype: DType, layers: int, width: int, vocabulary: int, batch: int, seq: int, **layer: int
 ) -> Program:
     module = _Mamba(layers, width, vocabulary, layer, dtype)
-    batches = parts.tokens(batch, seq, vocabulary=vocabulary)
-    return parts.of_module(module, parts.next_token, batches, activation=batch * seq * width)
+    return parts.of_tokens(module, (batch, seq, width), vocabulary)
 
 
 # BERT: norms after the residual additions, dropout, and masked tokens.

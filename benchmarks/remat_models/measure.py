@@ -19,7 +19,7 @@ class Case:
     """A model.
 
     Attributes:
-      library: the library that the model is written in.
+      framework: the library that the model is written in.
       build: a function of a dtype and sizes, which returns the program.
       real: sizes of a published model, whose arguments are traced and never allocated.
       small: sizes at which the model runs on a CPU in a second. Sizes that are missing are those
@@ -27,7 +27,7 @@ class Case:
       goal: number of activations that a layer of the model may save with auto_remat.
     """
 
-    library: str
+    framework: str
     build: Callable[..., Program]
     real: dict[str, Any]
     small: dict[str, Any]
@@ -234,7 +234,7 @@ def line(name: str) -> str:
 
     cells = [
         name,
-        case.library,
+        case.framework,
         f"{plan.default / 2**30:.2f}",
         f"{plan.total / 2**30:.2f}",
         f"{plan.recompute:.1%}",
