@@ -86,10 +86,10 @@ def accumulators() -> Any:
 def batch_custom_vjps() -> None:
     """Let JAX batch the linearised form of a `jax.custom_vjp` function.
 
-    JAX batches such a function before it linearises it, so its linearised form, the primitive
-    `custom_lin`, has no batching rule. If `auto_remat` is inside of `jax.vmap`, which is inside of
-    `jax.grad`, its linear program is batched. If JAX lacks an API that the rule needs, JAX raises
-    an error for such a program (``can't apply forward-mode autodiff``).
+    JAX batches such a function before it linearises it, so its batching rule of the linearised
+    form, the primitive `custom_lin`, only raises an error. If `auto_remat` is inside of `jax.vmap`,
+    which is inside of `jax.grad`, its linear program is batched. If JAX lacks an API that the rule
+    here needs, JAX's error remains (``can't apply forward-mode autodiff``).
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import core

@@ -318,8 +318,8 @@ class Region:
         steps = []
         for i, e in enumerate(equations):
             never = bool(e.effects) or (not self.in_loop and e.primitive.name in _SPECIAL)
-            # Of equal equations, such as those of unrolled layers, the first run again first. So
-            # the frontier has a point for each of them.
+            # Of equal equations, such as those of unrolled layers, an earlier one costs less.
+            # Otherwise they would tie, and the frontier would have no point between all and none.
             later = 1 + _TIES * i / len(equations)
             steps.append(
                 Step(
