@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jaxnorm
-from benchmarks import auto_remat
+from benchmarks import auto_remat, pictures
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -148,3 +148,11 @@ def test_pages_say_that_linear_losses_return_the_mean():
 def test_figures_of_auto_remat_are_those_of_committed_results(layers):
     table = auto_remat.table(layers)
     assert table in (ROOT / "docs" / "auto_remat.md").read_text()
+
+
+def test_pictures_are_drawn_from_committed_results():
+    """`python -m benchmarks.pictures` draws the only picture of the README and the docs."""
+    shown = [re.findall(r"!\[[^]]*\]\((.+?)\)", page.read_text(encoding="utf-8")) for page in PAGES]
+    assert sum(shown, []) == [str(pictures.PICTURE.relative_to(ROOT))]
+    found = pictures.digest() in pictures.PICTURE.read_text(encoding="utf-8")
+    assert found, "the picture is old: run python -m benchmarks.pictures"
