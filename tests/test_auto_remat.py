@@ -775,7 +775,7 @@ def test_a_loop_inside_of_a_layer():
 
 
 def assert_fits(plan):
-    """Assert that a plan is printed in 45 lines of 100 characters, also in notebooks."""
+    """Assert that a plan is printed in 45 lines of 100 characters, even in notebooks."""
     lines = str(plan).splitlines()
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 100

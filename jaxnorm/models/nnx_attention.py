@@ -15,7 +15,7 @@ from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.softmax import attention_weights, logits_of
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-# The value that replaces masked logits. jax.nn.dot_product_attention uses the same value, also for
+# The value that replaces masked logits. jax.nn.dot_product_attention uses the same value, even for
 # float64 logits.
 _FILL = 0.7 * float(jnp.finfo(jnp.float32).min)
 

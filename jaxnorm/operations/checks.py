@@ -530,7 +530,7 @@ def finite_in(
 ) -> None:
     """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
-    Unless `underflow` is True, raise it also for numbers other than 0 that are 0 after the cast.
+    Unless `underflow` is True, also raise it for numbers other than 0 that are 0 after the cast.
     `dtype` is the dtype of the arithmetic. `numbers` maps the names of options to their values.
     """
     for name, value in numbers.items():
