@@ -126,9 +126,9 @@ class GroupNorm(_Settings, nn.GroupNorm):
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, which is applied to the norm's result in the
-        same pass over memory; None for no activation. With an activation, the module saves its
-        input x instead of its output.
+      activation: the name of an activation, as in :func:`jaxnorm.layer_norm`, which is applied to
+        the norm's result in the same pass over memory; None for no activation. With an activation,
+        the module saves its input x instead of its output.
 
     Example:
       >>> import jax

@@ -8,14 +8,13 @@ import refused
 from norms import check, normal
 from pairs import pairwise
 from program_error import assert_computes
-from reference import DTYPES, Norm, exact
+from reference import ACTIVATIONS, DTYPES, Norm, exact
 from test_norm import AXES, MIXES, NAMES, PARAMETERS, checked
 
 import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-ACTIVATIONS = ("silu", "gelu", "relu")
 each_norm = pytest.mark.parametrize("name", NAMES)
 
 
