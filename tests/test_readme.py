@@ -121,6 +121,24 @@ def test_training_steps_have_committed_figures(page, header, least):
         assert {*steps} <= measured_steps(), row
 
 
+# A measured time, size or share, outside of links. (Limits of the code are in MiB and GiB.)
+FIGURE = re.compile(r"\b\d[\d.]* ?(?:ms|us|seconds|GB|MB|%|of the time|times as)(?!\w)")
+# A source: a commit, a file of results, or tests, which compare the figures of their section.
+SOURCE = re.compile(r"\b[0-9a-f]{7,8}\b|\.csv|\b[Tt]ests? ")
+
+
+def test_each_section_with_measurements_names_their_source():
+    """A figure in the text of a link belongs to the page to which the link leads."""
+    for page in PAGES:
+        if page.stem in ("benchmarks", "testing"):  # sizes of GPUs and of downloads
+            continue
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        text = re.sub(r"\[[^]]*\]\([^)]*\)", "", text)
+        for section in re.split(r"\n(?=##+ )", text):
+            found = FIGURE.search(section)
+            assert not found or SOURCE.search(section), (page.name, section[:40], found)
+
+
 def test_the_docs_are_short():
     """The pages have at most 38,000 words, and the index links each of them."""
     pages = [page for page in PAGES if page.parent == ROOT / "docs"]
