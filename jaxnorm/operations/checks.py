@@ -480,8 +480,8 @@ def matrix(function: str, name: str, view: RowView) -> None:
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
             f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
-            "the last axis, of two or more: column j of row i takes part where j <= i; pass where= "
-            "for another mask"
+            "the last axis, of two or more axes: row i uses the columns j <= i; pass where= for "
+            "another mask"
         )
 
 
