@@ -139,6 +139,39 @@ def test_each_section_with_measurements_names_their_source():
             assert not found or SOURCE.search(section), (page.name, section[:40], found)
 
 
+H100 = "nvidia_h100_80gb_hbm3"
+CELL, PAIR = r"(?<=\| )([\d.]+)(?= \|)", r"([\d.]+) (?:/|\|) ([\d.]+)(?= \|)"
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "file", "columns", "pattern"),
+    [
+        ("implementations", "| training step |", f"{H100}/compile", "total_s .1f 1", CELL),
+        ("losses", "| model; largest", f"{H100}/capacity", "batch_in_80gb .0f 1", CELL),
+        ("losses", "| loss in", f"{H100}/training", "ms .1f 1, temp_bytes .1f 1e9", PAIR),
+        ("losses", "| ms / GB |", f"{H100}/loss", "us .1f 1e3, temp_bytes .2f 1e9", PAIR),
+        ("losses", "| vocabulary | dtype | pass |", f"{H100}/loss", "us .0f 1", r"ward \| (\d+)"),
+        ("platforms", "| function and shape |", "cpu/cpu", "ratio .2f 1", r"(\d\.\d\d)"),
+    ],
+    ids=str,
+)
+def test_tables_have_committed_figures(page, header, file, columns, pattern):
+    """Each figure, or pair of figures, is in a row of the file: its name, format and unit."""
+    with (ROOT / "benchmarks/results" / f"{file}.csv").open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    taken = [column.split() for column in columns.split(", ")]
+    known = {
+        tuple(format(float(row[n]) / float(unit), form) for n, form, unit in taken)
+        for row in rows
+        if all(row[n] for n, *_ in taken)
+    }
+    _, _, table = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").partition(header)
+    body = "\n".join(table.partition("\n\n")[0].splitlines()[2:])
+    found = [m.groups() for m in re.finditer(pattern, body)]
+    assert len(found) >= 3
+    assert {*found} <= known
+
+
 def test_the_docs_are_short():
     """The pages have at most 38,000 words, and the index links each of them."""
     pages = [page for page in PAGES if page.parent == ROOT / "docs"]

@@ -266,7 +266,8 @@ def _report(
     if partners is not None:
         if b is not None:
             raise ValueError(
-                f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none"
+                f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none; "
+                "list norms without a bias in rotated="
             )
         of_partner = _partner_ratio(g, partners(path, (g.shape or (1,))[-1]), y_dtype)
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
