@@ -16,7 +16,6 @@ from jaxnorm.__main__ import main
 from jaxnorm.calls import backends
 from jaxnorm.tools import machine, selfcheck, text, wall_time
 from jaxnorm.tools.plan import functions
-from jaxnorm.tools.running_error import Bounded
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Implementation
 
@@ -119,26 +118,14 @@ def shifted(function, factor):
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 
-# Maps a function to a relative error that the check must find. The tests below multiply correct
-# values by 1 plus this error. For all other functions, the error is 2**-12. The bounds of a
-# divergence are wider: a divergence is a small difference of large logits, and its bounds assume
-# the largest possible errors of the matmuls.
-FOUND = {"linear_kl_divergence": 2**-5}
-
-
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
 def test_right_and_wrong_values(case, monkeypatch):
-    """The check accepts correct values, and rejects values that have a certain relative error.
-
-    For the functions in `FOUND`, `FOUND` has this error. For all other functions, it is 2**-12.
-    """
+    """The check accepts correct values, and rejects values that have a relative error of 2**-12."""
     right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
     assert HERE != "cpu" or not right.has_kernel
     function = getattr(jaxnorm, case.function)
-    monkeypatch.setattr(
-        jaxnorm, case.function, shifted(function, 1 + FOUND.get(case.function, 2**-12))
-    )
+    monkeypatch.setattr(jaxnorm, case.function, shifted(function, 1 + 2**-12))
     wrong = selfcheck.check(case, "float32")
     assert min(wrong.value, wrong.gradient) > 1, wrong
     assert not wrong.is_right
@@ -244,28 +231,6 @@ def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys, monkeypatch):
 # ----------------------------------------------------------------------- error bounds, and messages
 
 
-def test_running_errors_bound_float32():
-    """Each element of a float32 sum or matmul is within the error bound that `Bounded` computes."""
-    rng = np.random.default_rng(0)
-    a, b = (rng.normal(size=(64, 512)).astype(np.float32) for _ in range(2))
-    x, y = Bounded.exact(a), Bounded.exact(b)
-    for ours, bounded in (
-        ((a * b).sum(-1, keepdims=True), (x * y).sum()),
-        (np.cumsum(a * b, -1)[:, -1:], (x * y).sum()),
-        (a @ b.T, x @ y.transposed),
-        (np.exp(a - b) / (1 + a * a), (x - y).exp() / (1 + x * x)),
-        (1 / np.sqrt(b * b + np.float32(0.1)), (y * y + 0.1).rsqrt()),
-        (np.log(a * a + 1) - b, (x * x + 1).log() - y),
-    ):
-        error = np.abs(ours.astype(np.float64) - bounded.value)
-        assert np.all(error <= bounded.error)
-        # The bounds are not much larger than the errors; otherwise the check would find nothing.
-        assert np.max(bounded.error) <= 1e3 * np.max(error)
-    stored = x.stored("bfloat16")
-    error = np.abs(np.asarray(jax.numpy.asarray(a, "bfloat16"), np.float64) - stored.value)
-    assert 0.9 < np.max(error / stored.error) <= 1
-
-
 @pytest.mark.parametrize(
     ("expected", "computed", "is_right"),
     [
@@ -280,8 +245,8 @@ def test_running_errors_bound_float32():
 )
 def test_values_that_are_not_finite(expected, computed, is_right):
     """A value is infinite exactly where the reference is, with the same sign."""
-    bounded = Bounded.exact(np.array([[expected, 2.0]]))
-    worst = selfcheck._worst(np.array([[computed, 2.0]]), bounded)
+    value = np.array([[expected, 2.0]])
+    worst = selfcheck._worst(np.array([[computed, 2.0]]), value, np.zeros_like(value))
     assert worst == (0 if is_right else np.inf)
 
 

@@ -1,9 +1,10 @@
 """``python -m jaxnorm --check``: test every public function, forward and backward, on this machine.
 
-Results and gradients are compared with the results and gradients of `references`. An error is
+Results and gradients are compared with those of `references`, plain JAX in float64. An error is
 divided by its bound, so that a quotient above 1 means a wrong result.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -21,8 +22,6 @@ import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.tools import references
 from jaxnorm.tools.plan import calls_in, is_differentiated
-from jaxnorm.tools.references import Results
-from jaxnorm.tools.running_error import Bounded
 from jaxnorm.tools.text import progress, table
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS, Family
 
@@ -42,8 +41,12 @@ _X = (2, 128, 1000)
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
-#: A function in `references` that returns the expected results and gradients.
-Reference = Callable[..., Results]
+# `_CHANGES` is the number of random changes of the operands that measure errors. A bound is
+# `_SAFETY` times an error, so that no error in a large array exceeds its bound by chance.
+_CHANGES, _SAFETY = 8, 4.0
+
+#: A function in `references`: the formula of a public function in plain JAX.
+Reference = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Case:
 
     Attributes:
       function: name of the function.
-      reference: function in `references` that returns the expected results and gradients.
+      reference: the function in `references` that computes the same results.
       shapes: a dict that maps the names of the operands to their shapes.
       options: other arguments of the function. The reference takes them as well, except for
         ``implementation``.
@@ -243,7 +246,7 @@ def _pool() -> Executor:
 
 def _start(platform: str) -> None:
     """Initialise a worker process so that it raises an error if JAX does not find `platform`."""
-    jax.config.update("jax_platforms", platform)
+    jax.config.update("jax_platforms", f"{platform},cpu")  # the CPU computes in float64
 
 
 class Operands(NamedTuple):
@@ -331,15 +334,62 @@ def check(
     for before, now in zip(choices, _choices(program), strict=True):
         if before.name != now.name:  # the kernel could not be lowered
             return Outcome(case, dtype, implementations, failure=now.reason.partition("\n")[0])
-    expected, expected_gradients = case.reference(
-        {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
-        [Bounded.exact(d) for d in along.values()],
-        dtype,
-        **{name: value for name, value in case.options.items() if name != "implementation"},
+    values, errors = _expected(case, dtype, operands, given, along)
+    value, gradient = (
+        max(map(_worst, *map(jax.tree.leaves, arrays)))
+        for arrays in zip((results, gradients), values, errors)
     )
-    value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
-    gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())
     return Outcome(case, dtype, implementations, value, gradient)
+
+
+def _expected(
+    case: Case, dtype: str, operands: Operands, given: dict[str, Any], along: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return the results and gradients of both passes in float64, and bounds on their errors.
+
+    Rounding errors have the same effect as small changes of the operands and cotangents. The
+    relative size of these changes, u, is the unit roundoff of the arrays that the computation
+    stores, plus the roundoff of a float32 sum, whose rounding errors add up like a random walk. So
+    the operands are changed at random several times. The error of an element is the root mean
+    square of its changes. To this, u is added twice: relative to the element, and relative to the
+    root mean square of the array, because terms may cancel in the element.
+    """
+    options = {name: value for name, value in case.options.items() if name != "implementation"}
+    both = jax.jit(passes(functools.partial(case.reference, **options)))
+    constants = {name: given[name] for name in operands.constants}
+    changed = {name: given[name] for name in operands.floats}, [*along.values()]
+    # The operands of a matmul are stored in `dtype`. Other functions store only their first result.
+    stored = dtype if "weight" in case.shapes else operands.cotangents[0].dtype
+    terms = max(size for shape in case.shapes.values() for size in shape)
+    u = _roundoff(stored) + math.sqrt(terms) * _roundoff("float32")
+    random = np.random.default_rng(2)
+
+    def values(size: float) -> Any:
+        floats, cotangents = jax.tree.map(
+            lambda a: a * (1 + size * random.normal(size=a.shape)), changed
+        )
+        return jax.device_get(both(Operands(floats, constants, cotangents)))
+
+    with jax.enable_x64(True), _on_a_cpu():
+        exact, others = values(0), [values(u) for _ in range(_CHANGES)]
+
+    def error(value: np.ndarray, *others: np.ndarray) -> np.ndarray:
+        value = np.where(np.isfinite(value), value, 0)
+        moved = np.mean([np.where(np.isfinite(a), a - value, 0) ** 2 for a in others], 0)
+        return _SAFETY * (np.sqrt(moved) + u * (np.abs(value) + np.sqrt(np.mean(value**2))))
+
+    return exact, jax.tree.map(error, exact, *others)
+
+
+def _roundoff(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def _on_a_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which JAX runs on the CPU, if the variable JAX_PLATFORMS allows this."""
+    with contextlib.suppress(RuntimeError):
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    return contextlib.nullcontext()
 
 
 def _choices(program: Any) -> list[backends.Choice]:
@@ -348,19 +398,18 @@ def _choices(program: Any) -> list[backends.Choice]:
     return [backends.choose(call.as_seen_by, here) for call in calls_in(program)]
 
 
-def _worst(computed: np.ndarray, expected: Bounded) -> float:
+def _worst(computed: np.ndarray, value: np.ndarray, error: np.ndarray) -> float:
     """Return the largest ``error / bound`` of all elements of a result.
 
-    The result is infinite if a value is unexpectedly not finite.
+    The bound is `error`, the error of the arithmetic, plus the rounding to the result's dtype. The
+    largest quotient is infinite if an element is unexpectedly not finite.
     """
-    computed = np.asarray(computed).astype(np.float64)
-    value, bound = (a.reshape(computed.shape) for a in (expected.value, expected.error))
+    bound = error + _roundoff(computed.dtype) * np.abs(value)
+    computed = np.asarray(computed).astype(np.float64).reshape(value.shape)
     finite = np.isfinite(value)
     if not np.array_equal(computed[~finite], value[~finite]):
         return math.inf
-    error = np.abs(computed[finite] - value[finite])
-    # A masked element must be exact: its bound is 0.
-    ratio = np.where(error == 0, 0, error / np.maximum(bound[finite], 1e-300))
+    ratio = np.abs(computed[finite] - value[finite]) / np.maximum(bound[finite], 1e-300)
     return float(np.max(np.where(np.isnan(ratio), math.inf, ratio), initial=0))
 
 
