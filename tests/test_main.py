@@ -185,7 +185,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("kernels",)})
     few_cases(monkeypatch)
     monkeypatch.setattr(selfcheck, "_IN_PROCESSES", set())  # other processes cannot import it
-    small = wall_time.Timed("rms_norm", {"x": (4, 8), "scale": (8,)}, "float32")
+    small = selfcheck.Case("rms_norm", {"x": (4, 8), "scale": (8,)})
     monkeypatch.setattr(wall_time, "CALLS", (small,))
     jax.clear_caches()
     yield module
@@ -197,7 +197,7 @@ def test_kernels_are_timed_against_xla(kernels, capsys):
     out = capsys.readouterr().out
     assert out.count("kernels, kernels") == 4
     assert "No kernel was checked" not in out
-    (line,) = [line for line in out.splitlines() if line.startswith("rms_norm  4 x 8  float32")]
+    (line,) = [line for line in out.splitlines() if line.startswith("rms_norm  4 x 8  bfloat16")]
     assert line.count(" us") == 2
     assert float(line.split()[-1]) > 0
 

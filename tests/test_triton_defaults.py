@@ -161,10 +161,7 @@ def test_the_check_times_what_has_a_timing():
     assert {name.partition(" with ")[0] for name in timed} <= {*FUNCTIONS}
     assert timed & {*TIMINGS}
     for call in wall_time.CALLS:
-        types = {
-            name: jax.ShapeDtypeStruct(shape, call.dtype_of(name))
-            for name, shape in call.shapes.items()
-        }
+        types = wall_time.types_of(call)
         y = jax.tree.leaves(jax.eval_shape(call.call, **types))[0]
         assert y.shape[0] == next(iter(call.shapes.values()))[0]
         assert re.fullmatch(r"mosaic|triton|xla", wall_time._default(call))

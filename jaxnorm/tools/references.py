@@ -51,9 +51,6 @@ def add_norm(
     return norm(h, scale, bias), h
 
 
-scaled_add_norm = add_norm  # the operation with a gate
-
-
 def norm_add(x: Array, residual: Array, scale: Array) -> Array:
     """Return ``residual + norm(x)``."""
     return residual + norm(x, scale)
@@ -84,7 +81,7 @@ def norm_gated(x: Array, gate: Array, scale: Array, *, norm_before_gate: bool = 
     return norm(x, scale) * a if norm_before_gate else norm(x * a, scale)
 
 
-def norm_linear(x: Array, scale: Array, weight: Array, bias: Array) -> Array:
+def rms_norm_linear(x: Array, scale: Array, weight: Array, bias: Array) -> Array:
     """Return ``norm(x) @ weight + bias``."""
     return norm(x, scale) @ weight + bias
 
@@ -110,9 +107,6 @@ def log_prob_and_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     return chosen, -(jnp.exp(log_p) * log_p).sum(-1)
 
 
-log_probs_and_entropy = log_prob_and_entropy  # the operation with several labels
-
-
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """Return ``-log(p[label])`` of each row."""
     return -log_prob_and_entropy(logits, labels)[0]
@@ -129,7 +123,7 @@ def kl_divergence(logits: Array, teacher_logits: Array, *, reverse: bool = False
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-def linear_cross_entropy(x: Array, weight: Array, bias: Array, labels: Array) -> Array:
+def linear_softmax_cross_entropy(x: Array, weight: Array, bias: Array, labels: Array) -> Array:
     """Return the mean cross-entropy of the logits ``x @ weight + bias``."""
     return cross_entropy(x @ weight + bias, labels).mean()
 

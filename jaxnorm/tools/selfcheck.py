@@ -45,9 +45,6 @@ _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 # `_SAFETY` times an error, so that no error in a large array exceeds its bound by chance.
 _CHANGES, _SAFETY = 8, 4.0
 
-#: A function in `references`: the formula of a public function in plain JAX.
-Reference = Callable[..., Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -55,15 +52,13 @@ class Case:
 
     Attributes:
       function: name of the function.
-      reference: the function in `references` that computes the same results.
       shapes: a dict that maps the names of the operands to their shapes.
-      options: other arguments of the function. The reference takes them as well, except for
-        ``implementation``.
+      options: other arguments of the function. The formula in `references` takes them as well,
+        except for ``implementation``.
       note: short text that distinguishes the case from the function's other cases.
     """
 
     function: str
-    reference: Reference
     shapes: Mapping[str, tuple[int, ...]]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
@@ -75,8 +70,16 @@ class Case:
     def call(self) -> Callable[..., Any]:
         return functools.partial(getattr(jaxnorm, self.function), **self.options)
 
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The formula, which has the name of the operation or of a function without one."""
+        name = self.function
+        options = {n: value for n, value in self.options.items() if n != "implementation"}
+        formula = getattr(references, FUNCTIONS[name].op if name in FUNCTIONS else name)
+        return functools.partial(formula, **options)
 
-def _norm(function: str, reference: Reference) -> tuple[Case, ...]:
+
+def _norm(function: str) -> tuple[Case, ...]:
     """Return the cases of a norm.
 
     A case has all operands that the norm can have. But RMSNorms have no bias here, because it is
@@ -84,21 +87,20 @@ def _norm(function: str, reference: Reference) -> tuple[Case, ...]:
     """
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
-        return _rotated_norm(function, reference)
+        return _rotated_norm(function)
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
-    case = Case(function, reference, shapes)
-    cases, gated = [case], FUNCTIONS[function].gated
-    if gated is not None:
-        of_gated = getattr(references, gated)
-        cases.append(Case(function, of_gated, shapes | {"gate": _X[-1:]}, note="gate"))
+    case = Case(function, shapes)
+    cases = [case]
+    if FUNCTIONS[function].gated is not None:
+        cases.append(Case(function, shapes | {"gate": _X[-1:]}, note="gate"))
     if FUNCTIONS[function].op == "norm":
         cases.append(dataclasses.replace(case, options={"activation": "silu"}, note="silu"))
     return tuple(cases)
 
 
-def _rotated_norm(function: str, reference: Reference) -> tuple[Case, ...]:
+def _rotated_norm(function: str) -> tuple[Case, ...]:
     """Return two cases of a norm with a rotation: of all columns, and of half of the columns."""
     _, length, _, cols = _HEADS
 
@@ -106,19 +108,17 @@ def _rotated_norm(function: str, reference: Reference) -> tuple[Case, ...]:
         table = (length, 1, rotated // 2)
         return {"x": _HEADS, "scale": (cols,), "cos": table, "sin": table}
 
-    half = Case(
-        function, reference, shapes(cols // 2), {"interleaved": True}, "interleaved, partial"
-    )
-    return Case(function, reference, shapes(cols)), half
+    half = Case(function, shapes(cols // 2), {"interleaved": True}, "interleaved, partial")
+    return Case(function, shapes(cols)), half
 
 
-def _softmax(function: str, reference: Reference) -> tuple[Case, ...]:
+def _softmax(function: str) -> tuple[Case, ...]:
     masked, biased = {"x": _X, "where": (2, 1, _X[-1])}, {"x": _X, "bias": _X[1:]}
     return (
-        Case(function, reference, {"x": _X}),
-        Case(function, reference, masked, note="where"),
-        Case(function, reference, biased, {"scale": 0.37}, note="scale, bias"),
-        Case(function, reference, {"x": _X}, {"causal": True}, note="causal"),
+        Case(function, {"x": _X}),
+        Case(function, masked, note="where"),
+        Case(function, biased, {"scale": 0.37}, note="scale, bias"),
+        Case(function, {"x": _X}, {"causal": True}, note="causal"),
     )
 
 
@@ -131,21 +131,18 @@ _LAYER = {
 }
 
 
-def _loss(function: str, reference: Reference) -> tuple[Case, ...]:
-    several = FUNCTIONS[function].several
+def _loss(function: str) -> tuple[Case, ...]:
     if "teacher_logits" in OPERATIONS[FUNCTIONS[function].op].operands:
-        case = Case(
-            function, reference, dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"])
-        )
+        case = Case(function, dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"]))
         return case, dataclasses.replace(case, options={"reverse": True}, note="reverse")
-    case = Case(function, reference, _LOGITS)
-    if several is None:
+    case = Case(function, _LOGITS)
+    if FUNCTIONS[function].several is None:
         return (case,)
     labels = _LOGITS | {"labels": (_ROWS, 4)}
-    return case, Case(function, getattr(references, several), labels, note="several labels")
+    return case, Case(function, labels, note="several labels")
 
 
-_OF_FAMILY: dict[Family, Callable[[str, Reference], tuple[Case, ...]]] = {
+_OF_FAMILY: dict[Family, Callable[[str], tuple[Case, ...]]] = {
     "softmax": _softmax,
     "norm": _norm,
     "loss": _loss,
@@ -154,35 +151,25 @@ _OF_FAMILY: dict[Family, Callable[[str, Reference], tuple[Case, ...]]] = {
 
 def cases_of(function: str) -> tuple[Case, ...]:
     """Return the cases of a public function that is in the table of operations."""
-    op = FUNCTIONS[function].op
-    return _OF_FAMILY[OPERATIONS[op].family](function, getattr(references, op))
+    return _OF_FAMILY[OPERATIONS[FUNCTIONS[function].op].family](function)
 
 
+_OF_LAYER = {name: _LAYER[name] for name in ("x", "weight", "bias")}
 CASES = (
     *(case for function in FUNCTIONS for case in cases_of(function)),
-    Case(
-        "rms_norm_linear",
-        references.norm_linear,
-        {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
-    ),
-    Case(
-        "gated_linear",
-        references.gated_linear,
-        {"gate": _LAYER["x"], "up": _LAYER["x"], "weight": _LAYER["weight"]},
-    ),
+    Case("rms_norm_linear", {"scale": (_FEATURES,), **_OF_LAYER}),
+    Case("gated_linear", {"gate": _LAYER["x"], "up": _LAYER["x"], "weight": _LAYER["weight"]}),
     Case(
         "activation_linear",
-        references.activation_linear,
         {name: _LAYER[name] for name in ("x", "weight")},
         {"activation": "silu"},
     ),
-    Case("linear_softmax_cross_entropy", references.linear_cross_entropy, _LAYER),
-    Case("linear_log_prob_and_entropy", references.linear_log_prob_and_entropy, _LAYER),
+    Case("linear_softmax_cross_entropy", _LAYER),
+    Case("linear_log_prob_and_entropy", _LAYER),
     Case(
         "linear_kl_divergence",
-        references.linear_kl_divergence,
         {
-            **{name: _LAYER[name] for name in ("x", "weight", "bias")},
+            **_OF_LAYER,
             "teacher_x": (_ROWS, 2 * _FEATURES),
             "teacher_weight": (2 * _FEATURES, _CLASSES),
         },
@@ -354,8 +341,7 @@ def _expected(
     square of its changes. To this, u is added twice: relative to the element, and relative to the
     root mean square of the array, because terms may cancel in the element.
     """
-    options = {name: value for name, value in case.options.items() if name != "implementation"}
-    both = jax.jit(passes(functools.partial(case.reference, **options)))
+    both = jax.jit(passes(case.reference))
     constants = {name: given[name] for name in operands.constants}
     changed = {name: given[name] for name in operands.floats}, [*along.values()]
     # The operands of a matmul are stored in `dtype`. Other functions store only their first result.
