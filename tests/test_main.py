@@ -131,6 +131,16 @@ def test_right_and_wrong_values(case, monkeypatch):
     assert not wrong.is_right
 
 
+@pytest.mark.parametrize("name", ["softmax causal", "rms_norm", "linear_kl_divergence"])
+def test_wrong_values_of_bfloat16(name, monkeypatch):
+    """The bounds of bfloat16 are larger; with them, the check finds a relative error of 2**-4."""
+    (case,) = [case for case in selfcheck.CASES if str(case) == name]
+    function = getattr(jaxnorm, case.function)
+    monkeypatch.setattr(jaxnorm, case.function, shifted(function, 1 + 2**-4))
+    wrong = selfcheck.check(case, "bfloat16")
+    assert min(wrong.value, wrong.gradient) > 1, wrong
+
+
 def few_cases(monkeypatch):
     cases = [case for case in selfcheck.CASES if str(case) in ("softmax", "rms_norm")]
     monkeypatch.setattr(selfcheck, "CASES", cases)
