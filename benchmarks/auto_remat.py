@@ -228,6 +228,7 @@ def measure(
         )
     if save is not None:
         device, commit = jax.devices()[0].device_kind, results.commit()
+        layers += f", {jax.device_count()} GPUs" if fsdp else ""
         with save.open("a") as file:
             for row, run in steps.items():
                 figures = f"{statistics.median(times[row]):.2f}", f"{run.temp_bytes / 1e9:.2f}"
@@ -239,14 +240,15 @@ _TITLES = {"llama-1b": "Llama 3.2 1B, 4 x 2048", "gpt2-small": "GPT-2 small, 16 
 
 
 def table(layers: str) -> str:
-    """Return a Markdown table of the committed results, with two columns for each model."""
+    """Return a Markdown table of the committed results, with two columns for each model in them."""
     with (results.RESULTS / "nvidia_h200" / "auto_remat.csv").open() as file:
         found = [row for row in csv.DictReader(file) if row["layers"] == layers]
     cells = {(row["row"], row["model"]): (row["ms"], row["temp_gb"]) for row in found}
-    header = ["", *(f"{title}: ms | temp GB" for title in _TITLES.values())]
-    lines = [header, ["---", *["---: | ---:"] * len(_TITLES)]]
+    titles = {model: title for model, title in _TITLES.items() if any(model in c for c in cells)}
+    header = ["", *(f"{title}: ms | temp GB" for title in titles.values())]
+    lines = [header, ["---", *["---: | ---:"] * len(titles)]]
     for row in dict.fromkeys(row["row"] for row in found):
-        figures = (cells.get((row, model), ("-", "-")) for model in _TITLES)
+        figures = (cells.get((row, model), ("-", "-")) for model in titles)
         lines.append([row, *(" | ".join(pair) for pair in figures)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
