@@ -3,12 +3,13 @@
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
-        [--rows "plain;auto*"] [--save FILE.csv] [--tiny]
+        [--rows "plain;auto*"] [--save FILE.csv] [--fsdp] [--tiny]
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
 and lower the step. All rows run in one process, one after the other, three times. Rows whose names
-begin with "maxtext" have MaxText's policies, and the linear loss.
+begin with "maxtext" have MaxText's policies, and the linear loss. With `--fsdp`, the state and the
+sequences are sharded over all GPUs, with the same number of sequences on each; temp is per GPU.
 """
 
 import argparse
@@ -27,6 +28,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name as name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxnorm
 from benchmarks import language_models, models, results, training, variants
@@ -145,14 +148,28 @@ ROWS = {
 }
 
 
-def step(model: str, layers: Any, row: Row) -> training.Step:
+def sharded(state: Any) -> tuple[Any, Any]:
+    """Return shardings over all GPUs: of the state's large arrays, and of the tokens."""
+    n = jax.device_count()
+    mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
+
+    def of(array: Any) -> NamedSharding:
+        axes = [i for i, size in enumerate(array.shape) if size % n == 0]
+        whole = array.size < 1e5 or not axes
+        return NamedSharding(mesh, P() if whole else P(*[None] * axes[-1], "data"))
+
+    return jax.tree.map(of, state), NamedSharding(mesh, P("data"))
+
+
+def step(model: str, layers: Any, row: Row, fsdp: bool = False) -> training.Step:
     """Return a training step, lowered."""
     size = models.MODELS[model]
     of_names = {"gpt2": gpt2, "llama": llama} if row.remat in NAMES else _PLAIN_MODELS
     language_models._MODELS.update(of_names)
     language_models.train_step = functools.partial(_train_step, row.auto or (lambda f: f))
-    cell = models.TrainingCell(model, row.remat, layers, "bfloat16", size.batch, row.variant)
-    lowered = training.Step(cell, size.batch)
+    batch, mesh = (size.batch * jax.device_count(), (sharded,)) if fsdp else (size.batch, ())
+    cell = models.TrainingCell(model, row.remat, layers, "bfloat16", batch, row.variant)
+    lowered = training.Step(cell, batch, *mesh)
     _ = lowered.lowered
     return lowered
 
@@ -168,14 +185,16 @@ def _train_step(remat: Callable[..., Any], model: Model, state: Any, tokens: Arr
     return (optax.apply_updates(params, updates), moments), loss
 
 
-def measure(model: str, layers: str, rows: list[str], save: Path | None = None) -> None:
+def measure(
+    model: str, layers: str, rows: list[str], save: Path | None = None, fsdp: bool = False
+) -> None:
     """Compile and time the rows, and print a line for each of them, or append it to a CSV file."""
     steps: dict[str, training.Step] = {}
     seconds: dict[str, float] = {}
     for row in rows:
         start = time.perf_counter()
         try:
-            steps[row] = step(model, layers, ROWS[row])
+            steps[row] = step(model, layers, ROWS[row], fsdp)
         except Exception as error:  # A row that fails must not hide the others.
             print(f"{model} {layers} {row}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         seconds[row] = time.perf_counter() - start
@@ -209,6 +228,7 @@ def measure(model: str, layers: str, rows: list[str], save: Path | None = None) 
         )
     if save is not None:
         device, commit = jax.devices()[0].device_kind, results.commit()
+        layers += f", {jax.device_count()} GPUs" if fsdp else ""
         with save.open("a") as file:
             for row, run in steps.items():
                 figures = f"{statistics.median(times[row]):.2f}", f"{run.temp_bytes / 1e9:.2f}"
@@ -220,14 +240,15 @@ _TITLES = {"llama-1b": "Llama 3.2 1B, 4 x 2048", "gpt2-small": "GPT-2 small, 16 
 
 
 def table(layers: str) -> str:
-    """Return a Markdown table of the committed results, with two columns for each model."""
+    """Return a Markdown table of the committed results, with two columns for each model in them."""
     with (results.RESULTS / "nvidia_h200" / "auto_remat.csv").open() as file:
         found = [row for row in csv.DictReader(file) if row["layers"] == layers]
     cells = {(row["row"], row["model"]): (row["ms"], row["temp_gb"]) for row in found}
-    header = ["", *(f"{title}: ms | temp GB" for title in _TITLES.values())]
-    lines = [header, ["---", *["---: | ---:"] * len(_TITLES)]]
+    titles = {model: title for model, title in _TITLES.items() if any(model in c for c in cells)}
+    header = ["", *(f"{title}: ms | temp GB" for title in titles.values())]
+    lines = [header, ["---", *["---: | ---:"] * len(titles)]]
     for row in dict.fromkeys(row["row"] for row in found):
-        figures = (cells.get((row, model), ("-", "-")) for model in _TITLES)
+        figures = (cells.get((row, model), ("-", "-")) for model in titles)
         lines.append([row, *(" | ".join(pair) for pair in figures)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -239,6 +260,7 @@ def main() -> None:
     parser.add_argument("--layers", default="scan,unrolled")
     parser.add_argument("--rows", default="*", help='such as "plain;auto*"')
     parser.add_argument("--save", type=Path, help="a CSV file, to which the results are appended")
+    parser.add_argument("--fsdp", action="store_true", help="shard over all GPUs")
     parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
     options = parser.parse_args()
     plain = variants.VARIANTS["jnp"]
@@ -260,7 +282,7 @@ def main() -> None:
     print(jax.__version__, jax.devices()[0].device_kind, flush=True)
     for model in options.models.split(","):
         for layers in options.layers.split(","):
-            measure(model, layers, rows, options.save)
+            measure(model, layers, rows, options.save, options.fsdp)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,19 @@ _SERIES: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 )
 
 
+def measured() -> dict[tuple[str, str, str], tuple[float, float]]:
+    """Return a dict from (model, layers, row) to GB and ms, for all steps on one GPU."""
+    with DATA.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["layers"] in _LAYERS]
+    return {
+        (row["model"], row["layers"], row["row"]): (float(row["temp_gb"]), float(row["ms"]))
+        for row in rows
+    }
+
+
 def digest() -> str:
     """Return a hexadecimal digest of this script and of the results that it draws."""
-    return hashlib.sha256(Path(__file__).read_bytes() + DATA.read_bytes()).hexdigest()
+    return hashlib.sha256(Path(__file__).read_bytes() + repr(measured()).encode()).hexdigest()
 
 
 def draw() -> None:
@@ -59,21 +69,16 @@ def draw() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "jaxnorm"  # equal results give equal files
     import matplotlib.pyplot as plt
 
-    with DATA.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    steps = {
-        (row["model"], row["layers"], row["row"]): (float(row["temp_gb"]), float(row["ms"]))
-        for row in rows
-    }
+    steps = measured()
     figure, grid = plt.subplots(len(_LAYERS), len(_MODELS), figsize=(10, 7), layout="constrained")
     for panels, (layers, name) in zip(grid, _LAYERS.items()):
         for axes, (model, title) in zip(panels, _MODELS.items()):
             for legend, style, colour, labels in _SERIES:
                 size = 8 if style == "D" else 5  # visible behind the circles
-                measured = [row for row in labels if (model, layers, row) in steps]
-                points = [steps[model, layers, row] for row in measured]
+                rows = [row for row in labels if (model, layers, row) in steps]
+                points = [steps[model, layers, row] for row in rows]
                 axes.plot(*zip(*points), style, color=colour, label=legend, markersize=size)
-                for row, point in zip(measured, points):
+                for row, point in zip(rows, points):
                     offset = {"xytext": (5, 3), "textcoords": "offset points"}
                     axes.annotate(labels[row], point, fontsize=8, **offset)
             axes.set_title(f"{title} tokens, {name} layers")

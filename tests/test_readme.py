@@ -195,7 +195,7 @@ def test_pages_say_that_linear_losses_return_the_mean():
             assert any("the mean; masks and weights go into `where=`" in row for row in found), page
 
 
-@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+@pytest.mark.parametrize("layers", ["scan", "unrolled", "scan, 2 GPUs"])
 def test_figures_of_auto_remat_are_those_of_committed_results(layers):
     table = auto_remat.table(layers)
     assert table in (ROOT / "docs" / "auto_remat.md").read_text()
