@@ -90,6 +90,12 @@ def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def test_the_package_begins_like_the_readme():
+    _, first, *_ = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")
+    words, ours = (re.findall(r"\w+", text) for text in (first, jaxnorm.__doc__))
+    assert ours[: len(words)] == words
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
 
