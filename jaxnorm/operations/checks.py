@@ -413,7 +413,7 @@ def not_one_hot(
     if len(axes) > 1:
         fix = f"jnp.argmax of labels with their axes {axes} reshaped to one"
     raise ValueError(
-        f"{function}: labels have shape {shape}, that of the logits, as one-hot labels have; "
+        f"{function}: labels have the shape {shape} of the logits, as one-hot labels have; "
         f"expected {expected}, the number of a class for each position; convert them, e.g. {fix}"
     )
 
@@ -541,7 +541,7 @@ def finite_in(
             least = "" if underflow else f"from {info.smallest_subnormal:.2g} "
             raise ValueError(
                 f"{function}: {name}={value!r} is {rounded} in {dtype.name}, the dtype of the "
-                f"arithmetic; expected a size {least}up to {info.max:.2g}, or float64 arrays"
+                f"arithmetic; expected a magnitude {least}up to {info.max:.2g}, or float64 arrays"
             )
 
 

@@ -216,7 +216,7 @@ def check_params(
             known = ", ".join(norm.path for norm in norms) or "none"
             raise ValueError(
                 f"{caller}: rotated names {name!r}, and the path of no norm ends so; norms that "
-                f"there are: {known}"
+                f"were found: {known}"
             )
     return ParamReport(y_dtype.name, tuple(norms))
 
@@ -375,7 +375,7 @@ def _host(name: str, path: str, value: Any) -> np.ndarray:
     if array.dtype == object:
         raise TypeError(
             f"check_params: {path}/{name} is a {type(value).__name__}; expected an array with its "
-            "values, by which a norm is judged"
+            "values, from which its verdict is computed"
         )
     if array.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
