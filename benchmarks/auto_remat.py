@@ -148,17 +148,34 @@ ROWS = {
 }
 
 
+class FsdpModel(Model):
+    """A model whose layers gather their weights. Activations are sharded by sequences."""
+
+    def stack(self, layer: Callable[[Array, Params], Array], x: Array, layers: Any) -> Array:
+        def gathered(x: Array, p: Params) -> Array:
+            p = jax.tree.map(lambda w: placed(w.astype(x.dtype), P()) if w.ndim == 2 else w, p)
+            return layer(placed(x, P("data")), p)
+
+        return super().stack(gathered, x, layers)
+
+
+def placed(x: Array, spec: P) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh(), spec))
+
+
+def _mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
 def sharded(state: Any) -> tuple[Any, Any]:
     """Return shardings over all GPUs: of the state's large arrays, and of the tokens."""
-    n = jax.device_count()
-    mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
 
     def of(array: Any) -> NamedSharding:
-        axes = [i for i, size in enumerate(array.shape) if size % n == 0]
+        axes = [i for i, size in enumerate(array.shape) if size % jax.device_count() == 0]
         whole = array.size < 1e5 or not axes
-        return NamedSharding(mesh, P() if whole else P(*[None] * axes[-1], "data"))
+        return NamedSharding(_mesh(), P() if whole else P(*[None] * axes[-1], "data"))
 
-    return jax.tree.map(of, state), NamedSharding(mesh, P("data"))
+    return jax.tree.map(of, state), NamedSharding(_mesh(), P("data"))
 
 
 def step(model: str, layers: Any, row: Row, fsdp: bool = False) -> training.Step:
@@ -170,6 +187,8 @@ def step(model: str, layers: Any, row: Row, fsdp: bool = False) -> training.Step
     batch, mesh = (size.batch * jax.device_count(), (sharded,)) if fsdp else (size.batch, ())
     cell = models.TrainingCell(model, row.remat, layers, "bfloat16", batch, row.variant)
     lowered = training.Step(cell, batch, *mesh)
+    if fsdp:
+        lowered.model = FsdpModel(**vars(lowered.model))
     _ = lowered.lowered
     return lowered
 
