@@ -36,6 +36,17 @@ class _Settings(eqx.Module):
     implementation: Name | None = eqx.field(static=True)
     scale_offset: float = eqx.field(static=True)
 
+    def __init__(
+        self,
+        *args: Any,
+        save: Save = "output",
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
+        **fields: Any,
+    ) -> None:
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
+        super().__init__(*args, **fields)
+
 
 class LayerNorm(_Settings, eqx.nn.LayerNorm):
     """``equinox.nn.LayerNorm`` that saves its output, not its input, for the backward pass.
@@ -71,17 +82,9 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.LayerNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
+    @conversion.arguments_of(eqx.nn.LayerNorm, _Settings.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x like ``equinox.nn.LayerNorm``; ``state`` is returned unchanged.
@@ -119,17 +122,9 @@ class RMSNorm(_Settings, eqx.nn.RMSNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.RMSNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
+    @conversion.arguments_of(eqx.nn.RMSNorm, _Settings.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x like ``equinox.nn.RMSNorm``; ``state`` is returned unchanged.
@@ -167,17 +162,9 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
       (64, 16, 16)
     """
 
-    @conversion.arguments_of(eqx.nn.GroupNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
+    @conversion.arguments_of(eqx.nn.GroupNorm, _Settings.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x like ``equinox.nn.GroupNorm``; ``state`` is returned unchanged.
@@ -229,11 +216,11 @@ def convert[Model](
     of x. The conversion assumes that x has the dtype of the parameters. If x has fewer bits, check
     the model with ``jaxnorm.check_params(model, x.dtype)``.
 
-    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
-    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
-    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. The warning lists these norms
-    and the norms that save their input, with the reasons. If the model has no norms, the warning
-    says so. Modules of jaxnorm's classes keep their own settings.
+    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits. Norms
+    of subclasses of equinox's classes are not converted, because a subclass may override code. The
+    logger ``"jaxnorm"`` logs one warning. The warning lists these norms and the norms that save
+    their input, with the reasons. If the model has no norms, the warning says so. Modules of
+    jaxnorm's classes keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.
@@ -274,19 +261,34 @@ def convert[Model](
             f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
             "that has some; Flax's models are converted by jaxnorm.nnx and jaxnorm.linen"
         )
-    model, norms = _with_calls(model, replaced)
-    if not norms and not replaced.applied:
-        names = "equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no GroupNorm"
-        conversion.warn_of_none("equinox.convert", model, names, replaced)
-        return model
-    decided = conversion.decided(
-        "equinox.convert", norms, _CONVERTED, save, replaced, _why_left, _why_input
+    report = conversion.Report("equinox.convert", "equinox", replaced)
+
+    def replace(made: Any, node: Any, path: str) -> Any:
+        function = report.function_of(type(node), path)
+        is_norm = isinstance(node, tuple(_CONVERTED))
+        report.has_norms |= is_norm
+        if function is not None:
+            return _of_class(made, conversion.with_call(type(node), function))
+        if is_norm and not (path in report.subclasses or isinstance(node, _Settings)):
+            if report.is_left(node, path, _CONVERTED, _why_left):
+                return made
+            saved = save
+            if save == "output" and (why := _why_input(node)) is not None:
+                report.kept[path], saved = why, "input"
+            kind = _CONVERTED[type(node)]
+            return _of_class(
+                node, kind, save=saved, implementation=implementation, scale_offset=0.0
+            )
+        if not any(map(_is_module, vars(node).values())):
+            report.note(type(node), path, jax.tree.leaves(node))
+        return made
+
+    model = _rebuilt(model, replace)
+    report.log(
+        f"{type(model).__name__} has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no "
+        "GroupNorm"
     )
-    new: dict[int, Any] = {}  # The keys are the id() of the old norms.
-    for path, saved in decided.items():
-        if id(norms[path]) not in new:
-            new[id(norms[path])] = _converted(norms[path], saved, implementation)
-    return _rebuilt(model, lambda made, node, path: new.get(id(node), made))
+    return model
 
 
 _CONVERTED: dict[type, type] = {
@@ -294,31 +296,6 @@ _CONVERTED: dict[type, type] = {
     eqx.nn.RMSNorm: RMSNorm,
     eqx.nn.GroupNorm: GroupNorm,
 }
-
-
-def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Replace the ``__call__`` of a model's modules by the functions that the user has given.
-
-    ``calls`` maps classes to functions. A module of such a class is replaced by one whose
-    ``__call__`` is the function. A module of a subclass is not changed.
-
-    Return a pair: the changed model, and a dict that maps paths to norms. The dict has all norms of
-    the model, except those of the classes in ``calls`` and of their subclasses.
-    """
-    norms: dict[str, Any] = {}
-
-    def replace(made: Any, node: Any, path: str) -> Any:
-        function = calls.of(type(node), path)
-        if function is not None:
-            return _of_class(made, conversion.with_call(type(node), function))
-        if _is_norm(node):
-            if not calls.has(path):
-                norms[path] = node
-        elif not any(map(_is_module, vars(node).values())):
-            calls.note(type(node), path, jax.tree.leaves(node))
-        return made
-
-    return _rebuilt(model, replace), norms
 
 
 def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree:
@@ -358,10 +335,10 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _of_class(module: Any, kind: type) -> Any:
-    """Return an instance of the class `kind` that has the same fields as a module."""
+def _of_class(module: Any, kind: type, **added: Any) -> Any:
+    """Return an instance of the class `kind` that has the fields of a module and those `added`."""
     made: Any = object.__new__(kind)
-    for name, value in vars(module).items():
+    for name, value in (vars(module) | added).items():
         object.__setattr__(made, name, value)
     return made
 
@@ -370,31 +347,8 @@ def _is_module(node: Any) -> bool:
     return isinstance(node, eqx.Module)
 
 
-def _is_norm(node: Any) -> bool:
-    return isinstance(node, tuple(_CONVERTED))
-
-
-def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
-    """Return the jaxnorm module that replaces a norm of equinox and has the same parameters."""
-    base = conversion.converted_as(type(norm), _CONVERTED)
-    assert base is not None
-    options: dict[str, Any] = {"save": save, "implementation": implementation}
-    if base is eqx.nn.GroupNorm:
-        made = GroupNorm(norm.groups, norm.channels, norm.eps, norm.channelwise_affine, **options)
-    else:
-        made = _CONVERTED[base](norm.shape, norm.eps, norm.use_weight, norm.use_bias, **options)
-    return eqx.tree_at(
-        lambda norm: (norm.weight, norm.bias),
-        made,
-        (norm.weight, norm.bias),
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
 def _why_left(norm: Any) -> str | None:
     """Return the reason why a norm is left to equinox; None if it is converted."""
-    if (why := conversion.why_subclass(norm, _CONVERTED, "equinox")) is not None:
-        return why
     dtypes = [parameter.dtype.name for parameter in _parameters(norm)]
     return None if set(dtypes) <= set(FLOAT_DTYPES) else f"dtypes {', '.join(dtypes)}"
 

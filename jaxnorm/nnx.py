@@ -372,11 +372,11 @@ def convert[Model](
     norm has no ``dtype``, its output is assumed to have the parameters' dtype.
 
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
-    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms whose class is a
-    subclass of one of Flax's classes are not converted if the subclass overrides code. (A subclass
-    whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning, which lists
-    these norms and the norms that save their input, with the reasons. If the model has no norms,
-    the warning says so. Modules of jaxnorm's classes keep their own settings.
+    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms of subclasses of
+    Flax's classes are not converted, because a subclass may override code. The logger ``"jaxnorm"``
+    logs one warning, which lists these norms and the norms that save their input, with the reasons.
+    If the model has no norms, the warning says so. Modules of jaxnorm's classes keep their own
+    settings.
 
     Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
     such classes. For Tunix's Qwen 3::

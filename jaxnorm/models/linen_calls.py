@@ -1,7 +1,7 @@
 """The code that runs calls of linen norms, and the classes behind `jaxnorm.linen.converted`."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -190,90 +190,28 @@ class Stored:
         return isinstance(other, Stored) and self.reasons.keys() == other.reasons.keys()
 
 
-class Seen:
-    """A record of the modules that were called inside a context of `converted`.
+def judged(
+    report: conversion.Report,
+    stored: Stored,
+    path: str,
+    parameters: Mapping[str, Any],
+    y_dtype: np.dtype,
+) -> Save:
+    """Return the `save` mode of a norm, and record the norm if it must save its input.
 
-    The context's log line is made from it.
-
-    Attributes:
-      calls: the user's functions that replace the ``__call__`` of classes, with a record of the
-        modules for which they were called.
-      modules: full names of the classes of all modules.
-      has_norms: True if a module of Flax's or jaxnorm's norm classes was called.
-      norms: maps the path of each norm of Flax to the reason why it was not converted, or to None
-        if it was.
-      kept: maps the path of each norm that saves its input instead of its output to the reason.
-      unknown: maps the path of each norm that is not in the argument ``params`` to a text that
-        says so.
-      own: names of subclasses of Flax's norms that were not converted because they override code.
+    The mode depends on the values of the parameters. Traced parameters have no values. For them,
+    the mode is taken from `stored`, which was computed from the values in the user's argument
+    ``params``.
     """
-
-    def __init__(self, calls: conversion.Calls) -> None:
-        self.calls = calls
-        self.own: dict[str, None] = {}
-        self.modules: set[str] = set()
-        self.has_norms = False
-        self.norms: dict[str, str | None] = {}
-        self.kept: dict[str, str] = {}
-        self.unknown: dict[str, str] = {}
-
-    def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
-        """Record the norm's class if it is a subclass that overrides Flax's code.
-
-        Norms of such a class are not converted. `flax` has Flax's norm classes.
-        """
-        if conversion.converted_as(type(norm), flax) is None:
-            self.own[type(norm).__name__] = None
-
-    def note(self, module: nn.Module, path: str) -> None:
-        """Record a module of another class if it is a norm. Its call must have returned."""
-        parameters = module.variables.get("params", {}).values()
-        if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
-            self.calls.note(type(module), path, map(nn.unbox, parameters))
-
-    def judged(
-        self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
-    ) -> Save:
-        """Return the `save` mode of a norm, and record the norm if it must save its input.
-
-        The mode depends on the values of the parameters. Traced parameters have no values. For
-        them, the mode is taken from `stored`, which was computed from the values in the user's
-        argument ``params``.
-        """
-        if "scale" not in parameters:
-            return "output"
-        if conversion.are_known(parameters.values()):
-            why = conversion.why_input(parameters.values(), y_dtype)
-        else:
-            why = stored.reasons.get((path, y_dtype.name))
-            if not stored.knows(path):
-                self.unknown[path] = "params has no such norm"
-        if why is None:
-            return "output"
-        self.kept[path] = why
-        return "input"
-
-    def tell(self) -> None:
-        """At the end of a context, log which norms were left to Flax or must save their input.
-
-        If modules were called in the context, but no norm, log a warning about that. If no module
-        was called, nothing is logged: `jax.jit` may have reused compiled programs, which do not
-        call modules again.
-        """
-        if not self.modules:
-            return
-        if not (self.has_norms or self.calls.applied or self.calls.others):
-            conversion.warn(
-                "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called "
-                "inside it, only %s; norms of other classes can call jaxnorm.layer_norm and "
-                "jaxnorm.rms_norm, by calls={class: function}",
-                ", ".join(sorted(name.rpartition(".")[2] for name in self.modules)),
-            )
-            return
-        outcomes = {
-            "are left to Flax": {path: why for path, why in self.norms.items() if why is not None},
-            conversion.KEPT: self.kept,
-            "were not looked at": self.unknown,
-        }
-        norms = len(self.norms)
-        conversion.log("linen.converted", norms, outcomes, self.calls, self.own, self.modules)
+    if "scale" not in parameters:
+        return "output"
+    if conversion.are_known(parameters.values()):
+        why = conversion.why_input(parameters.values(), y_dtype)
+    else:
+        why = stored.reasons.get((path, y_dtype.name))
+        if not stored.knows(path):
+            report.unknown[path] = "params has no such norm"
+    if why is None:
+        return "output"
+    report.kept[path] = why
+    return "input"

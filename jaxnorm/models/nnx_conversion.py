@@ -1,6 +1,5 @@
 """The implementation of `jaxnorm.nnx.convert`."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,36 +41,27 @@ def convert(
             f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
             "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
         )
+    report = conversion.Report("nnx.convert", "Flax", calls)
     # Every decision is made before the first module is changed, so that an error changes none.
-    norms: dict[str, Any] = {}
     changes: list[tuple[Any, type, dict[str, Any]]] = []
     for path, node in modules:
-        function = calls.of(type(node), path)
+        function = report.function_of(type(node), path)
+        is_norm = isinstance(node, tuple(classes))
+        report.has_norms |= is_norm
         if function is not None:
             changes.append((node, conversion.with_call(type(node), function), {}))
-        elif isinstance(node, tuple(classes)) and not calls.has(path):
-            norms[path] = node
+        elif is_norm and not (path in report.subclasses or isinstance(node, (*classes.values(),))):
+            if report.is_left(node, path, classes, why_left):
+                continue
+            save = added.save
+            if save == "output" and (why := why_input(node)) is not None:
+                report.kept[path], save = why, "input"
+            changes.append((node, classes[type(node)], added._replace(save=save)._asdict()))
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
             parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
-            calls.note(type(node), path, parameters)
-    if not norms and not calls.applied:
-        names = "nnx.LayerNorm, RMSNorm or GroupNorm"
-        conversion.warn_of_none("nnx.convert", model, names, calls)
-        return
-    decided = conversion.decided(
-        "nnx.convert",
-        norms,
-        classes,
-        added.save,
-        calls,
-        functools.partial(why_left, classes=[*classes]),
-        why_input,
-    )
-    for path, save in decided.items():
-        base = conversion.converted_as(type(norms[path]), classes)
-        assert base is not None
-        changes.append((norms[path], classes[base], added._replace(save=save)._asdict()))
+            report.note(type(node), path, parameters)
     _apply(changes)
+    report.log(f"{type(model).__name__} has no nnx.LayerNorm, RMSNorm or GroupNorm")
 
 
 def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
@@ -93,13 +83,8 @@ def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
         raise
 
 
-def why_left(norm: Any, classes: Sequence[type]) -> str | None:
-    """Return the reason why a norm is left to Flax; None if it is converted.
-
-    `classes` are Flax's norm classes.
-    """
-    if (why := conversion.why_subclass(norm, classes, "Flax")) is not None:
-        return why
+def why_left(norm: Any) -> str | None:
+    """Return the reason why a norm is left to Flax; None if it is converted."""
     # A GroupNorm has no `feature_axes`, because its features are always the last axis.
     feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
     reduction, features = (
