@@ -25,7 +25,7 @@ from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
-from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
+from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
 
 __all__ = [
     "GroupNorm",
@@ -229,7 +229,6 @@ class GroupNorm(nnx.GroupNorm):
         """Normalise x like :meth:`flax.nnx.GroupNorm.__call__`, and apply the activation."""
         operands = x, _value(self.scale), _value(self.bias)
         promoted, scale, bias = self.promote_dtype(operands, dtype=self.dtype)
-        seen = {a.dtype.name for a in (promoted, scale, bias) if a is not None}
         if jnp.shape(x)[-1:] != (self.num_groups * self.group_size,):
             raise ValueError(
                 f"{type(self).__name__}: x has shape {jnp.shape(x)}; expected "
@@ -237,20 +236,13 @@ class GroupNorm(nnx.GroupNorm):
                 "last axis; transpose x, or make the module of as many as x has"
             )
         groups = flax_modules.groups_of(self, promoted.shape, self.num_groups)
-        is_flax_s = mask is not None or self.axis_name is not None
-        if is_flax_s or groups is None or not seen <= {*FLOAT_DTYPES}:
+        parameters = {"scale": scale, "bias": bias}
+        if groups is None or _why_flax(self, promoted, parameters, mask):
             flax_modules.no_offset(self)
             return flax_modules.activated(self, super().__call__(x, mask=mask))
-        y = layer_norm(
-            promoted.reshape(groups.shape),
-            groups.of_parameter(scale),
-            groups.of_parameter(bias),
-            activation=self.activation,
-            **flax_modules.options(
-                dtypes, self, flax_modules.added(self), groups.axes, promoted, scale, bias
-            ),
-        )
-        return y.reshape(promoted.shape)
+        functions = layer_norm, add_layer_norm
+        added = flax_modules.added(self)
+        return flax_modules.normalised(dtypes, self, added, groups, functions, promoted, parameters)
 
 
 class RMSNormDense(nnx.Module):
@@ -433,7 +425,7 @@ def convert[Model](
 def _called(
     norm: Any,
     functions: tuple[Callable[..., Any], Callable[..., Any]],
-    parameters: tuple[Any, ...],
+    stored: tuple[Any, ...],
     flax_norm: Callable[..., Any],
     x: Any,
     mask: jax.Array | None,
@@ -445,40 +437,36 @@ def _called(
       norm: the module.
       functions: two functions of jaxnorm. The first is for calls without a residual, the second for
         calls with a residual.
-      parameters: the module's `nnx.Param` objects or None, in the order of these functions.
+      stored: the module's `nnx.Param` objects or None, in the order of these functions.
       flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
       x, mask, residual: the operands of the call.
     """
-    function, add_function = functions
-    normalised = x if residual is None else residual
-    promoted, *arrays = norm.promote_dtype((normalised, *map(_value, parameters)), dtype=norm.dtype)
-    axes = _covered_axes(norm, promoted, arrays, mask)
+    normal = x if residual is None else residual
+    promoted, *arrays = norm.promote_dtype((normal, *map(_value, stored)), dtype=norm.dtype)
+    parameters = dict(zip(("scale", "bias"), arrays))
+    axes = None
+    if not _why_flax(norm, promoted, parameters, mask):
+        name = type(norm).__name__
+        axes = flax_modules.shared_axes(
+            name, norm.reduction_axes, norm.feature_axes, promoted.shape
+        )
     if axes is None:
         flax_modules.no_offset(norm)
         return flax_modules.composed(functools.partial(flax_norm, mask=mask), x, residual)
-    shaped = [_shaped(norm, array, promoted, axes) for array in arrays]
-    options = flax_modules.options(dtypes, norm, flax_modules.added(norm), axes, promoted, *arrays)
-    if residual is None:
-        return function(promoted, *shaped, **options)
-    return add_function(x, residual, *shaped, **options)
+    shaped = {name: _shaped(norm, array, promoted, axes) for name, array in parameters.items()}
+    added = flax_modules.added(norm)
+    summands = None if residual is None else (x, residual)
+    return flax_modules.normalised(dtypes, norm, added, axes, functions, promoted, shaped, summands)
+
+
+def _why_flax(norm: Any, x: jax.Array, parameters: Mapping[str, Any], mask: Any) -> str | None:
+    operands = [a for a in (x, *parameters.values()) if a is not None]
+    return flax_modules.why_flax(norm, [a.dtype for a in operands], mask)
 
 
 def _value(parameter: Any) -> jax.Array | None:
     """Return the array of a parameter, or None if there is no parameter."""
     return None if parameter is None else parameter[...]
-
-
-def _covered_axes(
-    module: Any, x: jax.Array, parameters: list[Any], mask: jax.Array | None
-) -> tuple[int, ...] | None:
-    """Return the axes that a call normalises, or None if the call must run Flax's code."""
-    if mask is not None or module.axis_name is not None:
-        return None
-    operands = [a for a in (x, *parameters) if a is not None]
-    if any(a.dtype.name not in FLOAT_DTYPES for a in operands):
-        return None
-    name = type(module).__name__
-    return flax_modules.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
 
 
 def _shaped(

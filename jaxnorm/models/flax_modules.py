@@ -5,7 +5,7 @@ installs it.
 """
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -25,6 +25,11 @@ if importlib.util.find_spec("flax") is None:
     )
 
 Axes = int | Sequence[int]
+
+# A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of
+# its output. A value of None in place of the function means that the norm module's own `save` mode
+# applies.
+Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
 class Added(NamedTuple):
@@ -105,26 +110,63 @@ def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
     return Groups((*others, count, channels // count), (*reduced[:-1], last + 1))
 
 
-def options(
-    dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
-) -> dict[str, Any]:
-    """Return the keyword arguments with which a norm module calls jaxnorm's functions.
+def why_flax(norm: Any, dtypes: Iterable[Any], mask: Any = None) -> str | None:
+    """Return the reason why a norm runs Flax's code, or None.
+
+    Axes are not examined here. `dtypes` are the dtypes of its operands and results, or None.
+    """
+    names = [jnp.dtype(dtype).name for dtype in dtypes if dtype is not None]
+    reasons = {
+        "a mask": mask is not None,
+        f"axis_name={norm.axis_name!r}": norm.axis_name is not None,
+        "force_float32_reductions=False": not getattr(norm, "force_float32_reductions", True),
+        f"dtypes {', '.join(names)}": not is_supported(*names),
+    }
+    return next((why for why, applies in reasons.items() if applies), None)
+
+
+def normalised(
+    dtypes: Any,
+    norm: Any,
+    added: Added,
+    place: tuple[int, ...] | Groups,
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    x: Any,
+    parameters: Mapping[str, Any],
+    summands: tuple[Any, Any] | None = None,
+    judged: Judged = None,
+) -> Any:
+    """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 
     Args:
       dtypes: the Python module `dtypes` of linen or of nnx. It has Flax's rule for the output's
-        dtype: the norm's dtype or, if that is None, the common dtype of the operands.
-      module: the norm module.
-      added: the module's fields that Flax's norm modules do not have.
-      axes: the axes to normalise.
-      operands: x and the parameters.
+        dtype: the norm's dtype or, if that is None, the common dtype of x and the parameters.
+      norm: the norm module.
+      added: the values of the fields that Flax's norm modules do not have.
+      place: the axes to normalise, or the `Groups` of a GroupNorm.
+      functions: the functions for calls without and with a residual.
+      x: the array that is normalised, or the residual.
+      parameters: the arguments ``scale`` and ``bias`` of the functions.
+      summands: the two arrays whose sum is normalised, or None.
+      judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
-    dtype = dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
-    return {
-        "axis": axes,
-        "epsilon": module.epsilon,
+    groups = place if isinstance(place, Groups) else None
+    dtype = dtypes.canonicalize_dtype(x, *parameters.values(), dtype=norm.dtype)
+    options = {
+        "axis": groups.axes if groups else place,
+        "epsilon": norm.epsilon,
         "dtype": jax.dtypes.canonicalize_dtype(dtype),
         **added._asdict(),
     }
+    if judged is not None:
+        options["save"] = judged(parameters, options["dtype"])
+    if groups:
+        options |= {name: groups.of_parameter(a) for name, a in parameters.items()}
+        options["activation"] = getattr(norm, "activation", None)
+        return functions[0](jnp.reshape(x, groups.shape), **options).reshape(x.shape)
+    if summands is None:
+        return functions[0](x, **parameters, **options)
+    return functions[1](*summands, **parameters, **options)
 
 
 def norm_and_dense(

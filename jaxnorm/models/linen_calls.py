@@ -14,11 +14,6 @@ from jaxnorm.models import conversion, flax_modules
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
-# A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of
-# its output. A value of None in place of the function means that the norm module's own `save` mode
-# applies.
-Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
-
 
 def called(
     norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
@@ -37,7 +32,11 @@ def called(
 
 
 def normalised(
-    norm: Any, added: flax_modules.Added, x: Any, residual: Any = None, judged: Judged = None
+    norm: Any,
+    added: flax_modules.Added,
+    x: Any,
+    residual: Any = None,
+    judged: flax_modules.Judged = None,
 ) -> Any:
     """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 
@@ -50,31 +49,17 @@ def normalised(
       x, residual: the operands of the call.
       judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
-    if isinstance(norm, nn.GroupNorm):
-        return _of_groups(norm, added, x, judged)
     normal = x if residual is None else residual
-    has_mean = isinstance(norm, nn.LayerNorm)
-    axes = _axes(norm, normal)
-    assert axes is not None
-    parameters = _parameters(norm, [normal.shape[a] for a in axes])
-    options = _options(norm, added, axes, normal, parameters, judged)
-    if residual is None:
-        return (layer_norm if has_mean else rms_norm)(x, **parameters, **options)
-    return (add_layer_norm if has_mean else add_rms_norm)(x, residual, **parameters, **options)
-
-
-def _of_groups(norm: Any, added: flax_modules.Added, x: Any, judged: Judged) -> Any:
-    groups = _groups(norm, x)
-    assert groups is not None
-    parameters = _parameters(norm, [x.shape[-1]])
-    options = _options(norm, added, groups.axes, x, parameters, judged)
-    y = layer_norm(
-        jnp.reshape(x, groups.shape),
-        **{name: groups.of_parameter(a) for name, a in parameters.items()},
-        activation=getattr(norm, "activation", None),
-        **options,
+    place = _place(norm, normal)
+    assert place is not None
+    is_group = isinstance(norm, nn.GroupNorm)
+    parameters = _parameters(norm, [normal.shape[a] for a in ((-1,) if is_group else place)])
+    has_mean = is_group or isinstance(norm, nn.LayerNorm)
+    functions = (layer_norm, add_layer_norm) if has_mean else (rms_norm, add_rms_norm)
+    summands = None if residual is None else (x, residual)
+    return flax_modules.normalised(
+        dtypes, norm, added, place, functions, normal, parameters, summands, judged
     )
-    return y.reshape(x.shape)
 
 
 def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
@@ -89,52 +74,30 @@ def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
     }
 
 
-def _options(
-    norm: Any,
-    added: flax_modules.Added,
-    axes: tuple[int, ...],
-    x: Any,
-    parameters: Mapping[str, Any],
-    judged: Judged,
-) -> dict[str, Any]:
-    options = flax_modules.options(dtypes, norm, added, axes, x, *parameters.values())
-    if judged is not None:
-        options["save"] = judged(parameters, options["dtype"])
-    return options
-
-
-def _groups(norm: Any, x: Any) -> flax_modules.Groups | None:
-    """Return the `Groups` of a GroupNorm; None if Flax would raise an error for the call."""
-    count, size = norm.num_groups, norm.group_size
+def _place(norm: Any, x: Any) -> tuple[Any, ...] | None:
+    """Return the axes, or the `Groups` of a GroupNorm; None if Flax's code must run."""
+    if not isinstance(norm, nn.GroupNorm):
+        return flax_modules.shared_axes(
+            type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape
+        )
+    count: Any = norm.num_groups
+    size = norm.group_size
     if (count is None) == (size is None):
         return None
-    if count is None:
+    if size is not None:
         count = x.shape[-1] // size if x.ndim and size > 0 and x.shape[-1] % size == 0 else 0
     return flax_modules.groups_of(norm, x.shape, count)
-
-
-def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
-    return flax_modules.shared_axes(
-        type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape
-    )
 
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's code."""
     dtypes_seen = jnp.result_type(x), norm.param_dtype, norm.dtype
-    names = [jnp.dtype(seen).name for seen in dtypes_seen if seen is not None]
-    reasons = (
-        ("a mask", mask is not None),
-        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
-        ("force_float32_reductions=False", not norm.force_float32_reductions),
-        (f"dtypes {', '.join(names)}", not set(names) <= set(FLOAT_DTYPES)),
-    )
-    why = next((why for why, applies in reasons if applies), None)
-    if why is None and isinstance(norm, nn.GroupNorm):
-        return None if _groups(norm, x) else "groups or axes that Flax refuses"
-    if why is None and _axes(norm, x) is None:
-        return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
-    return why
+    why = flax_modules.why_flax(norm, dtypes_seen, mask)
+    if why is not None or _place(norm, x) is not None:
+        return why
+    if isinstance(norm, nn.GroupNorm):
+        return "groups or axes that Flax refuses"
+    return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
 
 
 # -------------------------------------------------------------------------------------- conversion

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxnorm.models import conversion, flax_modules
 from jaxnorm.operations import checks
-from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 
 def convert(
@@ -91,16 +89,11 @@ def why_left(norm: Any) -> str | None:
         set(axes) if isinstance(axes, Sequence) else {axes}
         for axes in (norm.reduction_axes, feature_axes)
     )
-    dtypes_seen = [jnp.dtype(d).name for d in (norm.dtype, norm.param_dtype) if d is not None]
-    reasons = (
-        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
-        (
-            f"feature_axes={feature_axes} are not reduction_axes={norm.reduction_axes}",
-            reduction != features,
-        ),
-        (f"dtypes {', '.join(dtypes_seen)}", not set(dtypes_seen) <= set(FLOAT_DTYPES)),
-    )
-    return next((why for why, applies in reasons if applies), None)
+    if (
+        why := flax_modules.why_flax(norm, (norm.dtype, norm.param_dtype))
+    ) or reduction == features:
+        return why
+    return f"feature_axes={feature_axes} are not reduction_axes={norm.reduction_axes}"
 
 
 def why_input(norm: Any) -> str | None:
