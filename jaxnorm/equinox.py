@@ -261,24 +261,14 @@ def convert[Model](
             f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
             "that has some; Flax's models are converted by jaxnorm.nnx and jaxnorm.linen"
         )
-    report = conversion.Report("equinox.convert", "equinox", replaced)
+    report = conversion.Report("equinox.convert", "equinox", _CONVERTED, replaced)
 
     def replace(made: Any, node: Any, path: str) -> Any:
-        function = report.function_of(type(node), path)
-        is_norm = isinstance(node, tuple(_CONVERTED))
-        report.has_norms |= is_norm
-        if function is not None:
-            return _of_class(made, conversion.with_call(type(node), function))
-        if is_norm and not (path in report.subclasses or isinstance(node, _Settings)):
-            if report.is_left(node, path, _CONVERTED, _why_left):
-                return made
-            saved = save
-            if save == "output" and (why := _why_input(node)) is not None:
-                report.kept[path], saved = why, "input"
-            kind = _CONVERTED[type(node)]
-            return _of_class(
-                node, kind, save=saved, implementation=implementation, scale_offset=0.0
-            )
+        change = report.change(node, path, save, _why_left, _why_input)
+        if change is not None:
+            kind, saved = change
+            added = {"save": saved, "implementation": implementation, "scale_offset": 0.0}
+            return _of_class(made, kind, added if saved else {})
         if not any(map(_is_module, vars(node).values())):
             report.note(type(node), path, jax.tree.leaves(node))
         return made
@@ -335,10 +325,10 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _of_class(module: Any, kind: type, **added: Any) -> Any:
+def _of_class(module: Any, kind: type, added: Mapping[str, Any]) -> Any:
     """Return an instance of the class `kind` that has the fields of a module and those `added`."""
     made: Any = object.__new__(kind)
-    for name, value in (vars(module) | added).items():
+    for name, value in {**vars(module), **added}.items():
         object.__setattr__(made, name, value)
     return made
 

@@ -315,7 +315,7 @@ def converted(
     if _innermost.value == settings:
         yield
         return
-    report = conversion.Report("linen.converted", "Flax", replaced)
+    report = conversion.Report("linen.converted", "Flax", _CLASSES, replaced)
     running: list[nn.Module] = []  # modules for which a function of `calls` is running now
 
     def call(
@@ -333,22 +333,20 @@ def converted(
             return call(*arguments, **options)
         path = "/".join(norm.path)
         function = report.function_of(type(norm), path)
-        is_norm = isinstance(norm, _FLAX)
-        report.has_norms |= is_norm
         if function is not None:
             running.append(norm)
             try:
                 return function(norm, *arguments, **options)
             finally:
                 running.pop()
-        if not is_norm or path in report.subclasses or isinstance(norm, _Settings):
+        if not report.is_convertible(norm, path):
             result = call(*arguments, **options)
             parameters = norm.variables.get("params", {}).values()
             if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
                 report.note(type(norm), path, map(nn.unbox, parameters))
             return result
         x = arguments[0] if arguments else options["x"]
-        if report.is_left(norm, path, _FLAX, lambda norm: why_flax(norm, x, options.get("mask"))):
+        if report.is_left(norm, path, lambda norm: why_flax(norm, x, options.get("mask"))):
             return call(*arguments, **options)
         chosen = functools.partial(judged, report, stored, path) if save == "output" else None
         return normalised(norm, added, x, judged=chosen)
@@ -364,7 +362,7 @@ def converted(
 
 # The settings of the innermost context of `converted`. They are part of the key of jax.jit's cache.
 _innermost = jax.make_user_context()
-_FLAX = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_CLASSES = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm, nn.GroupNorm: GroupNorm}
 
 
 # --------------------------------------------------------------------------------------- attention

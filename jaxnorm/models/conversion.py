@@ -95,17 +95,6 @@ def _values(parameter: Any) -> np.ndarray | None:
     return parameter if is_known else None
 
 
-def why_subclass(norm: Any, bases: Collection[type], package: str) -> str | None:
-    """Return the reason why a norm is not converted: its class is not one of `bases`, or None.
-
-    `bases` are the norm classes of the package. A subclass may override code, so it is left.
-    """
-    if type(norm) in bases:
-        return None
-    base = next(base for base in bases if isinstance(norm, base))
-    return f"{type(norm).__name__} is a subclass of {package}'s {base.__name__}"
-
-
 class Calls(dict[type, Callable[..., Any]]):
     """The argument ``calls`` of a conversion: maps a class to what replaces its ``__call__``.
 
@@ -165,9 +154,15 @@ class Report:
       own: names of the user's norm classes that are not converted.
     """
 
-    def __init__(self, function: str, package: str, calls: Calls) -> None:
-        """`function` is the name of the conversion, such as "nnx.convert"."""
-        self._function, self._package, self._calls = function, package, calls
+    def __init__(
+        self, function: str, package: str, classes: Mapping[type, type], calls: Calls
+    ) -> None:
+        """`function` is the name of the conversion, such as "nnx.convert".
+
+        `classes` maps the norm classes of the package to jaxnorm's.
+        """
+        self._function, self._package, self._classes = function, package, classes
+        self._calls = calls
         self.modules: set[str] = set()
         self.has_norms = False
         self.norms: set[str] = set()
@@ -192,21 +187,53 @@ class Report:
             self.subclasses[path] = why
         return None
 
-    def is_left(
-        self, norm: Any, path: str, bases: Collection[type], why_left: Callable[[Any], str | None]
-    ) -> bool:
+    def is_convertible(self, module: Any, path: str) -> bool:
+        """Return True for a norm of the package, unless it is of a subclass of one in ``calls``."""
+        is_norm = isinstance(module, tuple(self._classes))
+        self.has_norms |= is_norm
+        is_ours = isinstance(module, tuple(self._classes.values()))
+        return is_norm and not is_ours and path not in self.subclasses
+
+    def is_left(self, norm: Any, path: str, why_left: Callable[[Any], str | None]) -> bool:
         """Record a norm of the package; return True if it is left to the package.
 
-        `bases` are the package's norm classes. `why_left` returns the reason to leave a norm of
-        these classes, or None.
+        A subclass may override code, so its norms are left. `why_left` returns the reason to leave
+        another norm, or None.
         """
         self.norms.add(path)
-        why = why_subclass(norm, bases, self._package) or why_left(norm)
+        kind = type(norm)
+        if kind in self._classes:
+            why = why_left(norm)
+        else:
+            base = next(base for base in self._classes if isinstance(norm, base))
+            why = f"{kind.__name__} is a subclass of {self._package}'s {base.__name__}"
+            self.own[kind.__name__] = None
         if why is not None:
             self.left[path] = why
-            if type(norm) not in bases:
-                self.own[type(norm).__name__] = None
         return why is not None
+
+    def change(
+        self,
+        module: Any,
+        path: str,
+        save: Save,
+        why_left: Callable[[Any], str | None],
+        why_input: Callable[[Any], str | None],
+    ) -> tuple[type, Save | None] | None:
+        """Record a module of a model; return its new class, and the `save` mode of a norm.
+
+        The result is None if the module is not changed. ``save="output"`` is the mode of a norm
+        unless `why_input` returns a reason against it.
+        """
+        function = self.function_of(type(module), path)
+        if function is not None:
+            return with_call(type(module), function), None
+        if not self.is_convertible(module, path) or self.is_left(module, path, why_left):
+            return None
+        why = why_input(module) if save == "output" else None
+        if why is not None:
+            self.kept[path] = why
+        return self._classes[type(module)], save if why is None else "input"
 
     def note(self, kind: type, path: str, parameters: Iterable[Any]) -> None:
         """Record a module without submodules if it is a norm, and the user defines its class.

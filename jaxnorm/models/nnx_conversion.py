@@ -39,22 +39,15 @@ def convert(
             f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
             "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
         )
-    report = conversion.Report("nnx.convert", "Flax", calls)
+    report = conversion.Report("nnx.convert", "Flax", classes, calls)
     # Every decision is made before the first module is changed, so that an error changes none.
     changes: list[tuple[Any, type, dict[str, Any]]] = []
     for path, node in modules:
-        function = report.function_of(type(node), path)
-        is_norm = isinstance(node, tuple(classes))
-        report.has_norms |= is_norm
-        if function is not None:
-            changes.append((node, conversion.with_call(type(node), function), {}))
-        elif is_norm and not (path in report.subclasses or isinstance(node, (*classes.values(),))):
-            if report.is_left(node, path, classes, why_left):
-                continue
-            save = added.save
-            if save == "output" and (why := why_input(node)) is not None:
-                report.kept[path], save = why, "input"
-            changes.append((node, classes[type(node)], added._replace(save=save)._asdict()))
+        change = report.change(node, path, added.save, why_left, why_input)
+        if change is not None:
+            kind, save = change
+            fields = added._replace(save=save)._asdict() if save else {}
+            changes.append((node, kind, fields))
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
             parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
             report.note(type(node), path, parameters)
