@@ -19,7 +19,6 @@ if importlib.util.find_spec("equinox") is None:
 import equinox as eqx
 
 from jaxnorm.models import conversion
-from jaxnorm.operations import checks
 from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
@@ -254,17 +253,17 @@ def convert[Model](
       >>> type(model[0]).__module__
       'jaxnorm.equinox'
     """
-    conversion.check("convert", save, implementation)
-    replaced = conversion.Calls("convert", calls, eqx.Module, "equinox")
+    report = conversion.Report(
+        "equinox.convert", "equinox", eqx.Module, _CONVERTED, save, implementation, calls
+    )
     if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
         raise TypeError(
             f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
             "that has some; Flax's models are converted by jaxnorm.nnx and jaxnorm.linen"
         )
-    report = conversion.Report("equinox.convert", "equinox", _CONVERTED, replaced)
 
     def replace(made: Any, node: Any, path: str) -> Any:
-        change = report.change(node, path, save, _why_left, _why_input)
+        change = report.change(node, path, _why_left, _why_input)
         if change is not None:
             kind, saved = change
             added = {"save": saved, "implementation": implementation, "scale_offset": 0.0}
@@ -345,11 +344,7 @@ def _why_left(norm: Any) -> str | None:
 
 def _why_input(norm: Any) -> str | None:
     """Return the reason why a norm must save its input instead of its output, or None."""
-    if not hasattr(norm.weight, "dtype"):
-        return None
-    parameters = _parameters(norm)
-    y_dtype = checks.product_dtype(parameters[0].dtype, parameters[-1].dtype)
-    return conversion.why_input(parameters, y_dtype)
+    return conversion.why_input(_parameters(norm)) if hasattr(norm.weight, "dtype") else None
 
 
 def _parameters(norm: Any) -> list[Any]:

@@ -308,14 +308,15 @@ def converted(
       >>> y.shape
       (2, 8)
     """
-    added = flax_modules.given_to("converted", save, implementation)
+    report = conversion.Report(
+        "linen.converted", "Flax", nn.Module, _CLASSES, save, implementation, calls
+    )
+    added = flax_modules.Added(save, implementation)
     stored = Stored(params if save == "output" else None)
-    replaced = conversion.Calls("converted", calls, nn.Module, "linen")
-    settings = (added, stored, replaced)
+    settings = (added, stored, report.calls)
     if _innermost.value == settings:
         yield
         return
-    report = conversion.Report("linen.converted", "Flax", _CLASSES, replaced)
     running: list[nn.Module] = []  # modules for which a function of `calls` is running now
 
     def call(
@@ -439,12 +440,7 @@ def dot_product_attention(
             "einsum_dot_general configure; give one or the other"
         )
     query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
-    flax_modules.check_shapes(query, key, value)
-    if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
-        raise ValueError(
-            f"dot_product_attention: query, key and value have {query.shape[-2]}, {key.shape[-2]} "
-            f"and {value.shape[-2]} heads; expected equal numbers"
-        )
+    flax_modules.check_shapes(query, key, value, groups=False)
     dtype = query.dtype
     einsum = functools.partial(
         jnp.einsum,

@@ -411,14 +411,15 @@ def convert[Model](
       >>> type(model.layers[0]).__module__
       'jaxnorm.nnx'
     """
-    added = flax_modules.given_to("convert", save, implementation)
     classes: dict[type, type] = {
         nnx.LayerNorm: LayerNorm,
         nnx.RMSNorm: RMSNorm,
         nnx.GroupNorm: GroupNorm,
     }
-    replaced = conversion.Calls("convert", calls, nnx.Module, "nnx")
-    nnx_conversion.convert(model, classes, added, replaced)
+    report = conversion.Report(
+        "nnx.convert", "Flax", nnx.Module, classes, save, implementation, calls
+    )
+    nnx_conversion.convert(model, report, implementation)
     return model
 
 

@@ -26,12 +26,6 @@ from jaxnorm.tools import check_params
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 
-def check(function: str, save: Save, implementation: Name | None) -> None:
-    """Raise ValueError if ``save`` or ``implementation`` of a conversion is wrong."""
-    checks.one_of(function, "save", save, checks.SAVE_MODES)
-    checks.implementation(function, implementation)
-
-
 def arguments_of[**P](
     base: type, settings: Callable[..., None] | None = None
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -58,15 +52,19 @@ def are_known(parameters: Iterable[Any]) -> bool:
     return all(_values(parameter) is not None for parameter in parameters)
 
 
-def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
+def why_input(parameters: Collection[Any], y_dtype: Any = None) -> str | None:
     """Return the reason why a norm with these parameters must save its input, not its output.
 
     The result is None if the norm may save its output, or if the parameters' values are unknown.
 
     Args:
       parameters: scale and, if the norm has one, bias.
-      y_dtype: dtype of the norm's output.
+      y_dtype: dtype of the norm's output. None for the common dtype of the parameters.
     """
+    if y_dtype is None:
+        scale, *bias = parameters
+        y_dtype = checks.product_dtype(scale.dtype, (bias or [scale])[0].dtype)
+    y_dtype = jax.dtypes.canonicalize_dtype(y_dtype)
     values = [known for known in map(_values, parameters) if known is not None]
     if len(values) < len(parameters) or len({a.shape for a in values}) > 1:
         return None
@@ -142,6 +140,7 @@ class Report:
     Each of the dicts below maps paths of modules to reasons, or to names of classes.
 
     Attributes:
+      calls: the user's functions.
       modules: full names of the classes of all modules.
       has_norms: True if there is a norm of the package's classes or of jaxnorm's.
       norms: paths of the package's norms.
@@ -155,14 +154,30 @@ class Report:
     """
 
     def __init__(
-        self, function: str, package: str, classes: Mapping[type, type], calls: Calls
+        self,
+        function: str,
+        package: str,
+        base: type,
+        classes: Mapping[type, type],
+        save: Save,
+        implementation: Name | None,
+        calls: Any,
     ) -> None:
-        """`function` is the name of the conversion, such as "nnx.convert".
+        """Check the arguments of a conversion.
 
-        `classes` maps the norm classes of the package to jaxnorm's.
+        Args:
+          function: name of the conversion, such as "nnx.convert".
+          package: name of the package, such as "Flax".
+          base: the base class of the package's modules.
+          classes: maps the norm classes of the package to jaxnorm's.
+          save, implementation, calls: the user's arguments.
         """
+        library, _, name = function.partition(".")
+        checks.one_of(name, "save", save, checks.SAVE_MODES)
+        checks.implementation(name, implementation)
+        self.calls = Calls(name, calls, base, library)
         self._function, self._package, self._classes = function, package, classes
-        self._calls = calls
+        self._save = save
         self.modules: set[str] = set()
         self.has_norms = False
         self.norms: set[str] = set()
@@ -178,10 +193,10 @@ class Report:
         """Record a module of class `kind`; return what replaces its ``__call__``, or None."""
         kind = original(kind)
         self.modules.add(_full_name(kind))
-        if kind in self._calls:
+        if kind in self.calls:
             self.applied[path] = kind.__name__
-            return self._calls[kind]
-        base = next((k for k in self._calls if issubclass(kind, k)), None)
+            return self.calls[kind]
+        base = next((k for k in self.calls if issubclass(kind, k)), None)
         if base is not None and not kind.__module__.startswith("jaxnorm"):
             why = f"{kind.__name__} is a subclass of {base.__name__}, which calls has"
             self.subclasses[path] = why
@@ -216,24 +231,23 @@ class Report:
         self,
         module: Any,
         path: str,
-        save: Save,
         why_left: Callable[[Any], str | None],
         why_input: Callable[[Any], str | None],
     ) -> tuple[type, Save | None] | None:
         """Record a module of a model; return its new class, and the `save` mode of a norm.
 
-        The result is None if the module is not changed. ``save="output"`` is the mode of a norm
-        unless `why_input` returns a reason against it.
+        The result is None if the module is not changed. The mode is the user's, unless `why_input`
+        returns a reason against "output".
         """
         function = self.function_of(type(module), path)
         if function is not None:
             return with_call(type(module), function), None
         if not self.is_convertible(module, path) or self.is_left(module, path, why_left):
             return None
-        why = why_input(module) if save == "output" else None
+        why = why_input(module) if self._save == "output" else None
         if why is not None:
             self.kept[path] = why
-        return self._classes[type(module)], save if why is None else "input"
+        return self._classes[type(module)], self._save if why is None else "input"
 
     def note(self, kind: type, path: str, parameters: Iterable[Any]) -> None:
         """Record a module without submodules if it is a norm, and the user defines its class.
@@ -243,7 +257,7 @@ class Report:
         """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
-        is_named = is_own and kind.__name__.lower().endswith("norm")
+        is_named = is_own and path not in self.subclasses and kind.__name__.lower().endswith("norm")
         if is_named and all(np.ndim(a) <= 2 for a in parameters):
             self.others[path] = kind.__name__
 
@@ -254,7 +268,7 @@ class Report:
         says that the model has no norm of the package.
         """
         of = f"of {len(self.norms)} norms"
-        absent = [k.__name__ for k in self._calls if _full_name(k) not in self.modules]
+        absent = [k.__name__ for k in self.calls if _full_name(k) not in self.modules]
         names = collections.Counter(self.others.values())
         counts = ", ".join(f"{name} ({count})" for name, count in names.items())
         to_convert = ", ".join(f"{n}: function" for n in {**self.own, **names})

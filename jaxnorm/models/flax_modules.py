@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.softmax import filled_softmax
@@ -49,12 +48,6 @@ def set_fields(module: Any, added: Added) -> None:
     """Set the fields of a norm module that Flax's norm modules do not have."""
     for name, value in added._asdict().items():
         setattr(module, name, value)
-
-
-def given_to(function: str, save: Save, implementation: Name | None) -> Added:
-    """Check the arguments of a conversion; return the fields that its norms get from jaxnorm."""
-    conversion.check(function, save, implementation)
-    return Added(save, implementation)
 
 
 def shared_axes(
@@ -302,24 +295,28 @@ def attend(
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
 
-def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Raise ValueError unless the shapes fit together; numbers of heads are not checked here."""
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    expected = "(batch..., length, heads, depth)"
-    if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected three arrays {expected} of equal rank"
-        )
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"dot_product_attention: got {shapes}; expected equal batch axes")
-    if key.shape[-3] != value.shape[-3]:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected key and value of equal length (axis -3)"
-        )
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected query and key of equal depth (axis -1)"
-        )
+def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array, *, groups: bool) -> None:
+    """Raise ValueError unless the shapes fit together.
+
+    With `groups`, the key and the value may have fewer heads than the query.
+    """
+    shapes = [a.shape for a in (query, key, value)]
+    expected = None
+    if len({len(shape) for shape in shapes}) > 1 or query.ndim < 3:
+        expected = "three arrays (batch..., length, heads, depth) of equal rank"
+    elif len({shape[:-3] for shape in shapes}) > 1:
+        expected = "equal batch axes"
+    elif key.shape[-3] != value.shape[-3]:
+        expected = "key and value of equal length (axis -3)"
+    elif query.shape[-1] != key.shape[-1]:
+        expected = "query and key of equal depth (axis -1)"
+    elif not groups and len({shape[-2] for shape in shapes}) > 1:
+        expected = "equal numbers of heads (axis -2)"
+    elif any(query.shape[-2] % shape[-2] for shape in shapes):
+        expected = "numbers of heads (axis -2) of key and value that divide query's"
+    if expected is not None:
+        got = "query {}, key {}, value {}".format(*shapes)
+        raise ValueError(f"dot_product_attention: got {got}; expected {expected}")
 
 
 def masked_softmax(
@@ -364,16 +361,3 @@ def fits(
     return a is None or (
         jnp.broadcast_shapes(a.shape, shape) == shape and (dtypes is None or a.dtype.name in dtypes)
     )
-
-
-def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
-    """Raise ValueError unless the head count of `other` divides the head count of query.
-
-    `other` is the key or the value; `name` is its name in the error.
-    """
-    heads, shared = query.shape[-2], other.shape[-2]
-    if heads % shared:
-        raise ValueError(
-            f"dot_product_attention: query has {heads} heads and {name} {shared}; "
-            f"expected query's heads to be a multiple of {name}'s"
-        )

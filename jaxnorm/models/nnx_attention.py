@@ -80,9 +80,7 @@ def dot_product_attention(
       (2, 16, 64)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    flax_modules.check_shapes(query, key, value)
-    flax_modules.check_heads(query, key, "key")
-    flax_modules.check_heads(query, value, "value")
+    flax_modules.check_shapes(query, key, value, groups=True)
     return flax_modules.attend(
         query,
         key,

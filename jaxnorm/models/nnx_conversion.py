@@ -3,28 +3,22 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 
 from jaxnorm.models import conversion, flax_modules
-from jaxnorm.operations import checks
+from jaxnorm_kernels.specs import Name
 
 
-def convert(
-    model: Any, classes: Mapping[type, type], added: flax_modules.Added, calls: conversion.Calls
-) -> None:
+def convert(model: Any, report: conversion.Report, implementation: Name | None) -> None:
     """Convert Flax's norms in a model, in place.
 
     A converted norm gets the class of jaxnorm's norm, and the attributes that only jaxnorm's norms
-    have.
+    have. A module of a class in ``calls`` calls the user's function and is not converted.
 
     Args:
       model: an `nnx.Module`, or a container of modules.
-      classes: a dict from Flax's norm classes to jaxnorm's.
-      added: values of the attributes that only jaxnorm's norms have. All converted norms get these
-        values, but norms that must save their input get ``save="input"``.
-      calls: the user's functions that replace the ``__call__`` of classes. A norm of such a class
-        calls the user's function and is not converted.
+      report: the other arguments of the conversion, and the record of what it does.
+      implementation: name of the implementation of all norms, or None.
 
     Raises:
       TypeError: `model` has no `nnx.Module` in it.
@@ -39,14 +33,13 @@ def convert(
             f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
             "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
         )
-    report = conversion.Report("nnx.convert", "Flax", classes, calls)
     # Every decision is made before the first module is changed, so that an error changes none.
     changes: list[tuple[Any, type, dict[str, Any]]] = []
     for path, node in modules:
-        change = report.change(node, path, added.save, why_left, why_input)
+        change = report.change(node, path, why_left, why_input)
         if change is not None:
             kind, save = change
-            fields = added._replace(save=save)._asdict() if save else {}
+            fields = flax_modules.Added(save, implementation)._asdict() if save else {}
             changes.append((node, kind, fields))
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
             parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
@@ -96,6 +89,4 @@ def why_input(norm: Any) -> str | None:
     parameters = [norm.scale.get_value()]
     if getattr(norm, "bias", None) is not None:
         parameters.append(norm.bias.get_value())
-    promoted = checks.product_dtype(parameters[0].dtype, parameters[-1].dtype)
-    y_dtype = promoted if norm.dtype is None else norm.dtype
-    return conversion.why_input(parameters, jax.dtypes.canonicalize_dtype(y_dtype))
+    return conversion.why_input(parameters, norm.dtype)
