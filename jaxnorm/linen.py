@@ -350,7 +350,7 @@ def converted(
         if report.is_left(norm, path, lambda norm: why_flax(norm, x, options.get("mask"))):
             return call(*arguments, **options)
         chosen = functools.partial(judged, report, stored, path) if save == "output" else None
-        return normalised(norm, added, x, judged=chosen)
+        return normalised(norm, x, added=added, judged=chosen)
 
     with _innermost(settings), nn.intercept_methods(call):
         yield

@@ -227,22 +227,14 @@ class GroupNorm(nnx.GroupNorm):
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalise x like :meth:`flax.nnx.GroupNorm.__call__`, and apply the activation."""
-        operands = x, _value(self.scale), _value(self.bias)
-        promoted, scale, bias = self.promote_dtype(operands, dtype=self.dtype)
         if jnp.shape(x)[-1:] != (self.num_groups * self.group_size,):
             raise ValueError(
                 f"{type(self).__name__}: x has shape {jnp.shape(x)}; expected "
                 f"{self.num_groups * self.group_size} channels, the module's num_features, on its "
                 "last axis; transpose x, or make the module of as many as x has"
             )
-        groups = flax_modules.groups_of(self, promoted.shape, self.num_groups)
-        parameters = {"scale": scale, "bias": bias}
-        if groups is None or _why_flax(self, promoted, parameters, mask):
-            flax_modules.no_offset(self)
-            return flax_modules.activated(self, super().__call__(x, mask=mask))
-        functions = layer_norm, add_layer_norm
-        added = flax_modules.added(self)
-        return flax_modules.normalised(dtypes, self, added, groups, functions, promoted, parameters)
+        functions, parameters = (layer_norm, add_layer_norm), (self.scale, self.bias)
+        return _called(self, functions, parameters, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nnx.Module):
@@ -432,7 +424,7 @@ def _called(
     mask: jax.Array | None,
     residual: Any,
 ) -> Any:
-    """Run a call of a LayerNorm or an RMSNorm. Return y or, with a residual, (y, h).
+    """Run a call of a norm. Return y or, with a residual, (y, h).
 
     Args:
       norm: the module.
@@ -445,24 +437,24 @@ def _called(
     normal = x if residual is None else residual
     promoted, *arrays = norm.promote_dtype((normal, *map(_value, stored)), dtype=norm.dtype)
     parameters = dict(zip(("scale", "bias"), arrays))
-    axes = None
-    if not _why_flax(norm, promoted, parameters, mask):
-        name = type(norm).__name__
-        axes = flax_modules.shared_axes(
-            name, norm.reduction_axes, norm.feature_axes, promoted.shape
-        )
-    if axes is None:
-        flax_modules.no_offset(norm)
-        return flax_modules.composed(functools.partial(flax_norm, mask=mask), x, residual)
-    shaped = {name: _shaped(norm, array, promoted, axes) for name, array in parameters.items()}
-    added = flax_modules.added(norm)
+    operands = [a for a in (promoted, *arrays) if a is not None]
+    place: Any = None
+    if not flax_modules.why_flax(norm, [a.dtype for a in operands], mask):
+        place = _place(norm, promoted.shape)
+    if place is None:
+        return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
+    if not isinstance(norm, nnx.GroupNorm):
+        parameters = {n: _shaped(norm, a, promoted, place) for n, a in parameters.items()}
     summands = None if residual is None else (x, residual)
-    return flax_modules.normalised(dtypes, norm, added, axes, functions, promoted, shaped, summands)
+    return flax_modules.normalised(dtypes, norm, place, functions, promoted, parameters, summands)
 
 
-def _why_flax(norm: Any, x: jax.Array, parameters: Mapping[str, Any], mask: Any) -> str | None:
-    operands = [a for a in (x, *parameters.values()) if a is not None]
-    return flax_modules.why_flax(norm, [a.dtype for a in operands], mask)
+def _place(norm: Any, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """Return the axes, or the `Groups` of a GroupNorm; None if Flax's code must run."""
+    if isinstance(norm, nnx.GroupNorm):
+        return flax_modules.groups_of(norm, shape, norm.num_groups)
+    name = type(norm).__name__
+    return flax_modules.shared_axes(name, norm.reduction_axes, norm.feature_axes, shape)
 
 
 def _value(parameter: Any) -> jax.Array | None:

@@ -39,11 +39,6 @@ class Added(NamedTuple):
     scale_offset: float = 0.0
 
 
-def added(module: Any) -> Added:
-    """Return the values of a module's fields that Flax's norm modules do not have."""
-    return Added(module.save, module.implementation, module.scale_offset)
-
-
 def set_fields(module: Any, added: Added) -> None:
     """Set the fields of a norm module that Flax's norm modules do not have."""
     for name, value in added._asdict().items():
@@ -121,12 +116,12 @@ def why_flax(norm: Any, dtypes: Iterable[Any], mask: Any = None) -> str | None:
 def normalised(
     dtypes: Any,
     norm: Any,
-    added: Added,
     place: tuple[int, ...] | Groups,
     functions: tuple[Callable[..., Any], Callable[..., Any]],
     x: Any,
     parameters: Mapping[str, Any],
     summands: tuple[Any, Any] | None = None,
+    added: Added | None = None,
     judged: Judged = None,
 ) -> Any:
     """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
@@ -135,12 +130,13 @@ def normalised(
       dtypes: the Python module `dtypes` of linen or of nnx. It has Flax's rule for the output's
         dtype: the norm's dtype or, if that is None, the common dtype of x and the parameters.
       norm: the norm module.
-      added: the values of the fields that Flax's norm modules do not have.
       place: the axes to normalise, or the `Groups` of a GroupNorm.
       functions: the functions for calls without and with a residual.
       x: the array that is normalised, or the residual.
       parameters: the arguments ``scale`` and ``bias`` of the functions.
       summands: the two arrays whose sum is normalised, or None.
+      added: the values of the fields that Flax's norm modules do not have; by default, the values
+        of the fields of `norm`, a module of jaxnorm.
       judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
     groups = place if isinstance(place, Groups) else None
@@ -149,7 +145,7 @@ def normalised(
         "axis": groups.axes if groups else place,
         "epsilon": norm.epsilon,
         "dtype": jax.dtypes.canonicalize_dtype(dtype),
-        **added._asdict(),
+        **(added or Added(norm.save, norm.implementation, norm.scale_offset))._asdict(),
     }
     if judged is not None:
         options["save"] = judged(parameters, options["dtype"])
@@ -193,37 +189,25 @@ def norm_and_dense(
     )
 
 
-def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
-    """Return ``norm(x)`` or, with a residual, (y, h). Flax's code computes the norm.
+def by_flax(module: Any, norm: Callable[[Any], Any], x: Any, residual: Any = None) -> Any:
+    """Return a norm's result y or, with a residual, (y, h). Flax's code `norm` computes the norm.
 
-    h = x + residual has the residual's dtype, and y is norm(h).
+    h = x + residual has the residual's dtype, and y is norm(h). An activation of the module is
+    applied to y. Flax's norms support no scale_offset: ValueError is raised if the module has one.
     """
-    if residual is None:
-        return norm(x)
-    dtype = jnp.result_type(residual)
-    h = (jnp.asarray(x) + residual).astype(dtype)
-    return norm(h), h
-
-
-def activated(module: Any, y: jax.Array) -> jax.Array:
-    """Apply the activation of jaxnorm's GroupNorm `module` to y, the result of Flax's code."""
-    valid = (None, *get_args(NormActivation))
-    checks.one_of(type(module).__name__, "activation", module.activation, valid)
-    return y if module.activation is None else getattr(jax.nn, module.activation)(y)
-
-
-def no_offset(module: Any) -> None:
-    """Raise ValueError if a module whose call is left to Flax's code has a scale_offset.
-
-    Flax's norms do not support it.
-    """
+    name = type(module).__name__
     if module.scale_offset:
-        name = type(module).__name__
         raise ValueError(
             f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
             f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
             "Flax, or add the offset to the parameter"
         )
+    if residual is not None:
+        h = (jnp.asarray(x) + residual).astype(jnp.result_type(residual))
+        return norm(h), h
+    y, activation = norm(x), getattr(module, "activation", None)
+    checks.one_of(name, "activation", activation, (None, *get_args(NormActivation)))
+    return y if activation is None else getattr(jax.nn, activation)(y)
 
 
 # --------------------------------------------------------------------------------------- attention

@@ -23,19 +23,15 @@ def called(
     `flax_norm` is the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
     """
     if why_flax(norm, x if residual is None else residual, mask):
-        flax_modules.no_offset(norm)
-        flax_norm = functools.partial(flax_norm, mask=mask)
-        if isinstance(norm, nn.GroupNorm):
-            return flax_modules.activated(norm, flax_norm(x))
-        return flax_modules.composed(flax_norm, x, residual)
-    return normalised(norm, flax_modules.added(norm), x, residual)
+        return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
+    return normalised(norm, x, residual)
 
 
 def normalised(
     norm: Any,
-    added: flax_modules.Added,
     x: Any,
     residual: Any = None,
+    added: flax_modules.Added | None = None,
     judged: flax_modules.Judged = None,
 ) -> Any:
     """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
@@ -44,9 +40,8 @@ def normalised(
 
     Args:
       norm: a module of Flax or of jaxnorm.
-      added: the values of `save`, `implementation` and `scale_offset` for this norm. Flax's norm
-        modules have no such fields.
       x, residual: the operands of the call.
+      added: the values of `save`, `implementation` and `scale_offset` for a norm of Flax.
       judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
     normal = x if residual is None else residual
@@ -58,7 +53,7 @@ def normalised(
     functions = (layer_norm, add_layer_norm) if has_mean else (rms_norm, add_rms_norm)
     summands = None if residual is None else (x, residual)
     return flax_modules.normalised(
-        dtypes, norm, added, place, functions, normal, parameters, summands, judged
+        dtypes, norm, place, functions, normal, parameters, summands, added, judged
     )
 
 
