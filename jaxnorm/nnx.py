@@ -5,7 +5,7 @@ They save outputs instead of inputs for the backward pass.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Required, TypedDict, Unpack
 
@@ -19,7 +19,7 @@ from jaxnorm.models import flax_modules
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxnorm.models import conversion, nnx_conversion
+from jaxnorm.models import conversion
 from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
@@ -114,7 +114,7 @@ class LayerNorm(nnx.LayerNorm):
         **fields: Unpack[_LayerNormFields],
     ) -> None:
         super().__init__(num_features, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.LayerNorm.__call__`.
@@ -164,7 +164,7 @@ class RMSNorm(nnx.RMSNorm):
         **fields: Unpack[_RMSNormFields],
     ) -> None:
         super().__init__(num_features, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.RMSNorm.__call__`.
@@ -222,7 +222,7 @@ class GroupNorm(nnx.GroupNorm):
         **fields: Unpack[_GroupNormFields],
     ) -> None:
         super().__init__(num_features, num_groups, group_size, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
         self.activation = activation
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
@@ -403,16 +403,84 @@ def convert[Model](
       >>> type(model.layers[0]).__module__
       'jaxnorm.nnx'
     """
-    classes: dict[type, type] = {
-        nnx.LayerNorm: LayerNorm,
-        nnx.RMSNorm: RMSNorm,
-        nnx.GroupNorm: GroupNorm,
-    }
     report = conversion.Report(
-        "nnx.convert", "Flax", nnx.Module, classes, save, implementation, calls
+        "nnx.convert", "Flax", nnx.Module, _CLASSES, save, implementation, calls
     )
-    nnx_conversion.convert(model, report, implementation)
+    modules = [
+        (".".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.Module)
+    ]
+    if not modules:
+        raise TypeError(
+            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
+            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
+        )
+    # Every decision is made before the first module is changed, so that an error changes none.
+    changes: list[tuple[Any, type, dict[str, Any]]] = []
+    for path, node in modules:
+        change = report.change(node, path, _why_left, _why_input)
+        if change is not None:
+            kind, saved = change
+            fields = Added(saved, implementation)._asdict() if saved else {}
+            changes.append((node, kind, fields))
+        elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
+            parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
+            report.note(type(node), path, parameters)
+    _apply(changes)
+    report.log(f"{type(model).__name__} has no nnx.LayerNorm, RMSNorm or GroupNorm")
     return model
+
+
+_CLASSES: dict[type, type] = {
+    nnx.LayerNorm: LayerNorm,
+    nnx.RMSNorm: RMSNorm,
+    nnx.GroupNorm: GroupNorm,
+}
+
+
+def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
+    """Change the classes and set attributes of modules. If one cannot be changed, none is.
+
+    For example, nnx raises an error for a module that was made outside the traced function.
+    """
+    before = [(node, type(node), dict(vars(node))) for node, _, _ in changes]
+    try:
+        for node, kind, attributes in changes:
+            for name, value in attributes.items():
+                setattr(node, name, value)
+            node.__class__ = kind
+    except BaseException:
+        for node, kind, attributes in before:
+            object.__setattr__(node, "__class__", kind)
+            vars(node).clear()
+            vars(node).update(attributes)
+        raise
+
+
+def _why_left(norm: Any) -> str | None:
+    """Return the reason why a norm is left to Flax; None if it is converted."""
+    # A GroupNorm has no `feature_axes`, because its features are always the last axis.
+    feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
+    reduction, features = (
+        set(axes) if isinstance(axes, Sequence) else {axes}
+        for axes in (norm.reduction_axes, feature_axes)
+    )
+    if (
+        why := flax_modules.why_flax(norm, (norm.dtype, norm.param_dtype))
+    ) or reduction == features:
+        return why
+    return f"feature_axes={feature_axes} are not reduction_axes={norm.reduction_axes}"
+
+
+def _why_input(norm: Any) -> str | None:
+    """Return the reason why a norm must save its input instead of its output, or None."""
+    if norm.scale is None:
+        return None
+    parameters = [norm.scale.get_value()]
+    if getattr(norm, "bias", None) is not None:
+        parameters.append(norm.bias.get_value())
+    return conversion.why_input(parameters, norm.dtype)
 
 
 def _called(

@@ -390,24 +390,26 @@ def test_an_error_leaves_the_model_unconverted(place):
 def test_subclasses_are_left(caplog):
     """Subclasses may override code, so they are not converted, and the log names them."""
 
-    class OfNnx(nnx.LayerNorm):
+    class OfNnxNorm(nnx.LayerNorm):
         def __init__(self):
             """Set no attribute of Flax's class."""
 
-    class OfLinen(nn.RMSNorm):
+    class OfLinenNorm(nn.RMSNorm):
         epsilon: float = 1e-3
 
-    class OfEquinox(eqx.nn.LayerNorm):
+    class OfEquinoxNorm(eqx.nn.LayerNorm):
         pass
 
-    norms = OfNnx(), OfEquinox(4)
-    assert type(jaxnorm.nnx.convert(norms[0])) is OfNnx
+    norms = OfNnxNorm(), OfEquinoxNorm(4)
+    assert type(jaxnorm.nnx.convert(norms[0])) is OfNnxNorm
     assert jaxnorm.equinox.convert(norms[1]) is norms[1]
     with jaxnorm.linen.converted():
         x = normal((4, WIDTH))
-        assert norms_in(OfLinen().init_with_output, jax.random.key(0), x) == 0
+        assert norms_in(OfLinenNorm().init_with_output, jax.random.key(0), x) == 0
     bases = "Flax's LayerNorm", "equinox's LayerNorm", "Flax's RMSNorm"
-    for record, kind, base in zip(caplog.records, (OfNnx, OfEquinox, OfLinen), bases, strict=True):
+    for record, kind, base in zip(
+        caplog.records, (OfNnxNorm, OfEquinoxNorm, OfLinenNorm), bases, strict=True
+    ):
         name = kind.__name__
         assert record.getMessage().endswith(
             f"the module itself ({name} is a subclass of {base}). To convert such classes, pass "

@@ -257,7 +257,8 @@ class Report:
         """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
-        is_named = is_own and path not in self.subclasses and kind.__name__.lower().endswith("norm")
+        is_new = path not in self.norms and path not in self.subclasses
+        is_named = is_own and is_new and kind.__name__.lower().endswith("norm")
         if is_named and all(np.ndim(a) <= 2 for a in parameters):
             self.others[path] = kind.__name__
 

@@ -39,28 +39,17 @@ class Added(NamedTuple):
     scale_offset: float = 0.0
 
 
-def set_fields(module: Any, added: Added) -> None:
-    """Set the fields of a norm module that Flax's norm modules do not have."""
-    for name, value in added._asdict().items():
-        setattr(module, name, value)
-
-
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return the axes to normalise; None if the axes of the parameters differ from them."""
-    reduced, features = (
-        tuple(
-            sorted(
-                {
-                    checks.axes(module, a, shape)[0]
-                    for a in (axes if isinstance(axes, Sequence) else (axes,))
-                }
-            )
-        )
-        for axes in (reduction_axes, feature_axes)
-    )
-    return reduced if reduced == features else None
+
+    def covered(axes: Axes) -> tuple[int, ...]:
+        each = axes if isinstance(axes, Sequence) else (axes,)
+        return tuple(sorted({checks.axes(module, a, shape)[0] for a in each}))
+
+    reduced = covered(reduction_axes)
+    return reduced if reduced == covered(feature_axes) else None
 
 
 class Groups(NamedTuple):
