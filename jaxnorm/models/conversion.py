@@ -135,9 +135,10 @@ class Calls(dict[type, Callable[..., Any]]):
 
 
 class Report:
-    """What one conversion did with the modules of a model; `log` makes one line of it.
+    """The checked arguments of a conversion, and a record of what it does with a model's modules.
 
-    Each of the dicts below maps paths of modules to reasons, or to names of classes.
+    `log` logs the record as one line. The dicts map paths of modules to reasons, or to the names of
+    classes.
 
     Attributes:
       calls: the user's functions.
@@ -265,8 +266,8 @@ class Report:
     def log(self, none: str) -> None:
         """Log one line: a warning if a module was not converted, or must save its input.
 
-        Without problems, the line has the level INFO, and there is none without ``calls``. `none`
-        says that the model has no norm of the package.
+        Without problems, nothing is logged, or a line of the level INFO about the modules that call
+        functions of ``calls``. `none` is the text for a model that has no norm of the package.
         """
         of = f"of {len(self.norms)} norms"
         absent = [k.__name__ for k in self.calls if _full_name(k) not in self.modules]
