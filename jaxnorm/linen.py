@@ -313,7 +313,8 @@ def converted(
     )
     added = flax_modules.Added(save, implementation)
     stored = Stored(params if save == "output" else None)
-    settings = (added, stored, report.calls)
+    # `jax.jit` retraces only if the set of norms that save their input changes.
+    settings = (added, frozenset(stored.reasons), report.calls)
     if _innermost.value == settings:
         yield
         return

@@ -102,17 +102,17 @@ class Stored:
     """The set of norms that must save their input instead of their output.
 
     The set is determined from the values of the norms' parameters. These are in ``params``, an
-    argument of the context manager `converted`. Two `Stored` objects are equal if `reasons` has the
-    same keys, so `jax.jit` retraces only if the set of norms changes.
+    argument of the context manager `converted`.
 
     Attributes:
       reasons: a dict. A key is a pair: the path of a norm, and the name of a dtype. The norm must
         save its input if its output has this dtype. The value is the reason.
+      paths: the paths of all norms in ``params``, or None if the user has not passed ``params``.
     """
 
     def __init__(self, params: Any) -> None:
         self.reasons: dict[tuple[str, str], str] = {}
-        self._paths: set[str] | None = None
+        self.paths: set[str] | None = None
         if params is not None:
             if not isinstance(params, Mapping):
                 raise TypeError(
@@ -120,7 +120,7 @@ class Stored:
                     'variables, or those of the collection "params": a dictionary'
                 )
             params = nn.unbox(params)
-            self._paths = set(self._norms(params.get("params", params), ()))
+            self.paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
         """Yield the paths of the norms in a tree. Add to `reasons` the norms that must save x."""
@@ -136,16 +136,6 @@ class Stored:
                     self.reasons[name, dtype] = why
         for key, subtree in tree.items():
             yield from self._norms(subtree, (*path, key))
-
-    def knows(self, path: str) -> bool:
-        """Return True if ``params`` has this norm, or if the user has not passed ``params``."""
-        return self._paths is None or path in self._paths
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self.reasons))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stored) and self.reasons.keys() == other.reasons.keys()
 
 
 def judged(
@@ -167,7 +157,7 @@ def judged(
         why = conversion.why_input(parameters.values(), y_dtype)
     else:
         why = stored.reasons.get((path, y_dtype.name))
-        if not stored.knows(path):
+        if stored.paths is not None and path not in stored.paths:
             report.unknown[path] = "params has no such norm"
     if why is None:
         return "output"
