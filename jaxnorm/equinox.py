@@ -19,7 +19,6 @@ if importlib.util.find_spec("equinox") is None:
 import equinox as eqx
 
 from jaxnorm.models import conversion
-from jaxnorm.operations import checks
 from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
@@ -35,6 +34,17 @@ class _Settings(eqx.Module):
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
     scale_offset: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *args: Any,
+        save: Save = "output",
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
+        **fields: Any,
+    ) -> None:
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
+        super().__init__(*args, **fields)
 
 
 class LayerNorm(_Settings, eqx.nn.LayerNorm):
@@ -71,17 +81,9 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.LayerNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
+    @conversion.arguments_of(eqx.nn.LayerNorm, _Settings.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x like ``equinox.nn.LayerNorm``; ``state`` is returned unchanged.
@@ -119,17 +121,9 @@ class RMSNorm(_Settings, eqx.nn.RMSNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.RMSNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
+    @conversion.arguments_of(eqx.nn.RMSNorm, _Settings.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x like ``equinox.nn.RMSNorm``; ``state`` is returned unchanged.
@@ -167,17 +161,9 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
       (64, 16, 16)
     """
 
-    @conversion.arguments_of(eqx.nn.GroupNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
+    @conversion.arguments_of(eqx.nn.GroupNorm, _Settings.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x like ``equinox.nn.GroupNorm``; ``state`` is returned unchanged.
@@ -229,11 +215,11 @@ def convert[Model](
     of x. The conversion assumes that x has the dtype of the parameters. If x has fewer bits, check
     the model with ``jaxnorm.check_params(model, x.dtype)``.
 
-    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
-    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
-    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. The warning lists these norms
-    and the norms that save their input, with the reasons. If the model has no norms, the warning
-    says so. Modules of jaxnorm's classes keep their own settings.
+    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits. Norms
+    of subclasses of equinox's classes are not converted, because a subclass may override code. The
+    logger ``"jaxnorm"`` logs one warning. The warning lists these norms and the norms that save
+    their input, with the reasons. If the model has no norms, the warning says so. Modules of
+    jaxnorm's classes keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.
@@ -267,26 +253,31 @@ def convert[Model](
       >>> type(model[0]).__module__
       'jaxnorm.equinox'
     """
-    conversion.check("convert", save, implementation)
-    replaced = conversion.Calls("convert", calls, eqx.Module, "equinox")
+    report = conversion.Report(
+        "equinox.convert", "equinox", eqx.Module, _CONVERTED, save, implementation, calls
+    )
     if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
         raise TypeError(
             f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
             "that has some; Flax's models are converted by jaxnorm.nnx and jaxnorm.linen"
         )
-    model, norms = _with_calls(model, replaced)
-    if not norms and not replaced.applied:
-        names = "equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no GroupNorm"
-        conversion.warn_of_none("equinox.convert", model, names, replaced)
-        return model
-    decided = conversion.decided(
-        "equinox.convert", norms, _CONVERTED, save, replaced, _why_left, _why_input
+
+    def replace(made: Any, node: Any, path: str) -> Any:
+        change = report.change(node, path, _why_left, _why_input)
+        if change is not None:
+            kind, saved = change
+            added = {"save": saved, "implementation": implementation, "scale_offset": 0.0}
+            return _of_class(made, kind, added if saved else {})
+        if not any(map(_is_module, vars(node).values())):
+            report.note(type(node), path, jax.tree.leaves(node))
+        return made
+
+    model = _rebuilt(model, replace)
+    report.log(
+        f"{type(model).__name__} has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no "
+        "GroupNorm"
     )
-    new: dict[int, Any] = {}  # The keys are the id() of the old norms.
-    for path, saved in decided.items():
-        if id(norms[path]) not in new:
-            new[id(norms[path])] = _converted(norms[path], saved, implementation)
-    return _rebuilt(model, lambda made, node, path: new.get(id(node), made))
+    return model
 
 
 _CONVERTED: dict[type, type] = {
@@ -294,31 +285,6 @@ _CONVERTED: dict[type, type] = {
     eqx.nn.RMSNorm: RMSNorm,
     eqx.nn.GroupNorm: GroupNorm,
 }
-
-
-def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Replace the ``__call__`` of a model's modules by the functions that the user has given.
-
-    ``calls`` maps classes to functions. A module of such a class is replaced by one whose
-    ``__call__`` is the function. A module of a subclass is not changed.
-
-    Return a pair: the changed model, and a dict that maps paths to norms. The dict has all norms of
-    the model, except those of the classes in ``calls`` and of their subclasses.
-    """
-    norms: dict[str, Any] = {}
-
-    def replace(made: Any, node: Any, path: str) -> Any:
-        function = calls.of(type(node), path)
-        if function is not None:
-            return _of_class(made, conversion.with_call(type(node), function))
-        if _is_norm(node):
-            if not calls.has(path):
-                norms[path] = node
-        elif not any(map(_is_module, vars(node).values())):
-            calls.note(type(node), path, jax.tree.leaves(node))
-        return made
-
-    return _rebuilt(model, replace), norms
 
 
 def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree:
@@ -358,10 +324,10 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _of_class(module: Any, kind: type) -> Any:
-    """Return an instance of the class `kind` that has the same fields as a module."""
+def _of_class(module: Any, kind: type, added: Mapping[str, Any]) -> Any:
+    """Return an instance of the class `kind` that has the fields of a module and those `added`."""
     made: Any = object.__new__(kind)
-    for name, value in vars(module).items():
+    for name, value in {**vars(module), **added}.items():
         object.__setattr__(made, name, value)
     return made
 
@@ -370,42 +336,15 @@ def _is_module(node: Any) -> bool:
     return isinstance(node, eqx.Module)
 
 
-def _is_norm(node: Any) -> bool:
-    return isinstance(node, tuple(_CONVERTED))
-
-
-def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
-    """Return the jaxnorm module that replaces a norm of equinox and has the same parameters."""
-    base = conversion.converted_as(type(norm), _CONVERTED)
-    assert base is not None
-    options: dict[str, Any] = {"save": save, "implementation": implementation}
-    if base is eqx.nn.GroupNorm:
-        made = GroupNorm(norm.groups, norm.channels, norm.eps, norm.channelwise_affine, **options)
-    else:
-        made = _CONVERTED[base](norm.shape, norm.eps, norm.use_weight, norm.use_bias, **options)
-    return eqx.tree_at(
-        lambda norm: (norm.weight, norm.bias),
-        made,
-        (norm.weight, norm.bias),
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
 def _why_left(norm: Any) -> str | None:
     """Return the reason why a norm is left to equinox; None if it is converted."""
-    if (why := conversion.why_subclass(norm, _CONVERTED, "equinox")) is not None:
-        return why
     dtypes = [parameter.dtype.name for parameter in _parameters(norm)]
     return None if set(dtypes) <= set(FLOAT_DTYPES) else f"dtypes {', '.join(dtypes)}"
 
 
 def _why_input(norm: Any) -> str | None:
     """Return the reason why a norm must save its input instead of its output, or None."""
-    if not hasattr(norm.weight, "dtype"):
-        return None
-    parameters = _parameters(norm)
-    y_dtype = checks.product_dtype(parameters[0].dtype, parameters[-1].dtype)
-    return conversion.why_input(parameters, y_dtype)
+    return conversion.why_input(_parameters(norm)) if hasattr(norm.weight, "dtype") else None
 
 
 def _parameters(norm: Any) -> list[Any]:

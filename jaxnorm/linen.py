@@ -20,7 +20,7 @@ from flax import linen as nn
 from flax.core import lift
 from flax.linen import dtypes
 
-from jaxnorm.models.linen_calls import Seen, Stored, called, normalised, why_flax
+from jaxnorm.models.linen_calls import Stored, called, judged, normalised, why_flax
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
@@ -246,13 +246,13 @@ def converted(
 
     Flax's code still runs in two cases. First, for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits. Second, for norms whose class is a subclass of one of
-    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
-    context ends, the logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in
-    the context but left to Flax, with the reasons. Another warning is logged if modules, but no
-    norms, were called. Modules of jaxnorm's classes keep their own settings. In nested contexts,
-    the innermost one applies. Interceptors (``nn.intercept_methods``) that are entered inside the
-    context do not see calls of converted norms.
+    that is not a float of 16 to 64 bits. Second, for norms of subclasses of Flax's classes, because
+    a subclass may override code. When the context ends, the logger ``"jaxnorm"`` logs a warning. It
+    lists the norms that were called in the context but left to Flax, with the reasons. If modules,
+    but no norms, were called, the warning says so. Modules of jaxnorm's classes keep their own
+    settings. In nested contexts, the innermost one applies. Interceptors
+    (``nn.intercept_methods``) that are entered inside the context do not see calls of converted
+    norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
@@ -308,14 +308,16 @@ def converted(
       >>> y.shape
       (2, 8)
     """
-    added = flax_modules.given_to("converted", save, implementation)
+    report = conversion.Report(
+        "linen.converted", "Flax", nn.Module, _CLASSES, save, implementation, calls
+    )
+    added = flax_modules.Added(save, implementation)
     stored = Stored(params if save == "output" else None)
-    replaced = conversion.Calls("converted", calls, nn.Module, "linen")
-    settings = (added, stored, replaced)
+    # `jax.jit` retraces only if the set of norms that save their input changes.
+    settings = (added, frozenset(stored.reasons), report.calls)
     if _innermost.value == settings:
         yield
         return
-    seen = Seen(replaced)
     running: list[nn.Module] = []  # modules for which a function of `calls` is running now
 
     def call(
@@ -325,51 +327,44 @@ def converted(
         context: nn.module.InterceptorContext,
     ) -> Any:
         norm = context.module
-        is_call = context.method_name == "__call__"
-        if _innermost.value != settings or any(norm is one for one in running):
+        if (
+            context.method_name != "__call__"
+            or _innermost.value != settings
+            or any(norm is one for one in running)
+        ):
             return call(*arguments, **options)
-        seen.modules.add(f"{type(norm).__module__}.{type(norm).__qualname__}")
         path = "/".join(norm.path)
-        function = replaced.of(type(norm), path) if is_call else None
+        function = report.function_of(type(norm), path)
         if function is not None:
             running.append(norm)
             try:
                 return function(norm, *arguments, **options)
             finally:
                 running.pop()
-        if replaced.has(path):
-            return call(*arguments, **options)
-        seen.has_norms |= isinstance(norm, _FLAX)
-        is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, _OURS)
-        if not (is_flax_s and is_call):
+        if not report.is_convertible(norm, path):
             result = call(*arguments, **options)
-            if is_call and not isinstance(norm, _FLAX):
-                seen.note(norm, path)
+            parameters = norm.variables.get("params", {}).values()
+            if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
+                report.note(type(norm), path, map(nn.unbox, parameters))
             return result
         x = arguments[0] if arguments else options["x"]
-        why = _why_left(norm, x, options.get("mask"))
-        seen.norms[path] = seen.norms.get(path) or why
-        if why:
-            seen.note_left(norm, _FLAX)
+        if report.is_left(norm, path, lambda norm: why_flax(norm, x, options.get("mask"))):
             return call(*arguments, **options)
-        if save == "input":
-            return normalised(norm, added, x)
-        return normalised(norm, added, x, judged=functools.partial(seen.judged, stored, path))
+        chosen = functools.partial(judged, report, stored, path) if save == "output" else None
+        return normalised(norm, x, added=added, judged=chosen)
 
     with _innermost(settings), nn.intercept_methods(call):
         yield
-    seen.tell()
+    # `jax.jit` may have reused compiled programs, which do not call modules again.
+    if report.modules:
+        names = ", ".join(sorted(name.rpartition(".")[2] for name in report.modules))
+        classes = "linen.LayerNorm, RMSNorm or GroupNorm"
+        report.log(f"no {classes} was called inside it, only {names}")
 
 
 # The settings of the innermost context of `converted`. They are part of the key of jax.jit's cache.
 _innermost = jax.make_user_context()
-_FLAX = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-_OURS = (LayerNorm, RMSNorm, GroupNorm)
-
-
-def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return the reason why a call of one of Flax's norms is left to Flax, or None."""
-    return conversion.why_subclass(norm, _FLAX, "Flax") or why_flax(norm, x, mask)
+_CLASSES = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm, nn.GroupNorm: GroupNorm}
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -446,12 +441,7 @@ def dot_product_attention(
             "einsum_dot_general configure; give one or the other"
         )
     query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
-    flax_modules.check_shapes(query, key, value)
-    if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
-        raise ValueError(
-            f"dot_product_attention: query, key and value have {query.shape[-2]}, {key.shape[-2]} "
-            f"and {value.shape[-2]} heads; expected equal numbers"
-        )
+    flax_modules.check_shapes(query, key, value, groups=False)
     dtype = query.dtype
     einsum = functools.partial(
         jnp.einsum,

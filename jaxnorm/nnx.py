@@ -5,7 +5,7 @@ They save outputs instead of inputs for the backward pass.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Required, TypedDict, Unpack
 
@@ -19,13 +19,13 @@ from jaxnorm.models import flax_modules
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxnorm.models import conversion, nnx_conversion
+from jaxnorm.models import conversion
 from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
-from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
+from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
 
 __all__ = [
     "GroupNorm",
@@ -114,7 +114,7 @@ class LayerNorm(nnx.LayerNorm):
         **fields: Unpack[_LayerNormFields],
     ) -> None:
         super().__init__(num_features, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.LayerNorm.__call__`.
@@ -164,7 +164,7 @@ class RMSNorm(nnx.RMSNorm):
         **fields: Unpack[_RMSNormFields],
     ) -> None:
         super().__init__(num_features, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.RMSNorm.__call__`.
@@ -222,35 +222,19 @@ class GroupNorm(nnx.GroupNorm):
         **fields: Unpack[_GroupNormFields],
     ) -> None:
         super().__init__(num_features, num_groups, group_size, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
         self.activation = activation
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalise x like :meth:`flax.nnx.GroupNorm.__call__`, and apply the activation."""
-        operands = x, _value(self.scale), _value(self.bias)
-        promoted, scale, bias = self.promote_dtype(operands, dtype=self.dtype)
-        seen = {a.dtype.name for a in (promoted, scale, bias) if a is not None}
         if jnp.shape(x)[-1:] != (self.num_groups * self.group_size,):
             raise ValueError(
                 f"{type(self).__name__}: x has shape {jnp.shape(x)}; expected "
                 f"{self.num_groups * self.group_size} channels, the module's num_features, on its "
                 "last axis; transpose x, or make the module of as many as x has"
             )
-        groups = flax_modules.groups_of(self, promoted.shape, self.num_groups)
-        is_flax_s = mask is not None or self.axis_name is not None
-        if is_flax_s or groups is None or not seen <= {*FLOAT_DTYPES}:
-            flax_modules.no_offset(self)
-            return flax_modules.activated(self, super().__call__(x, mask=mask))
-        y = layer_norm(
-            promoted.reshape(groups.shape),
-            groups.of_parameter(scale),
-            groups.of_parameter(bias),
-            activation=self.activation,
-            **flax_modules.options(
-                dtypes, self, flax_modules.added(self), groups.axes, promoted, scale, bias
-            ),
-        )
-        return y.reshape(promoted.shape)
+        functions, parameters = (layer_norm, add_layer_norm), (self.scale, self.bias)
+        return _called(self, functions, parameters, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nnx.Module):
@@ -372,11 +356,11 @@ def convert[Model](
     norm has no ``dtype``, its output is assumed to have the parameters' dtype.
 
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
-    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms whose class is a
-    subclass of one of Flax's classes are not converted if the subclass overrides code. (A subclass
-    whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning, which lists
-    these norms and the norms that save their input, with the reasons. If the model has no norms,
-    the warning says so. Modules of jaxnorm's classes keep their own settings.
+    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms of subclasses of
+    Flax's classes are not converted, because a subclass may override code. The logger ``"jaxnorm"``
+    logs one warning, which lists these norms and the norms that save their input, with the reasons.
+    If the model has no norms, the warning says so. Modules of jaxnorm's classes keep their own
+    settings.
 
     Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
     such classes. For Tunix's Qwen 3::
@@ -419,66 +403,131 @@ def convert[Model](
       >>> type(model.layers[0]).__module__
       'jaxnorm.nnx'
     """
-    added = flax_modules.given_to("convert", save, implementation)
-    classes: dict[type, type] = {
-        nnx.LayerNorm: LayerNorm,
-        nnx.RMSNorm: RMSNorm,
-        nnx.GroupNorm: GroupNorm,
-    }
-    replaced = conversion.Calls("convert", calls, nnx.Module, "nnx")
-    nnx_conversion.convert(model, classes, added, replaced)
+    report = conversion.Report(
+        "nnx.convert", "Flax", nnx.Module, _CLASSES, save, implementation, calls
+    )
+    modules = [
+        (".".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.Module)
+    ]
+    if not modules:
+        raise TypeError(
+            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
+            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
+        )
+    # Every decision is made before the first module is changed, so that an error changes none.
+    changes: list[tuple[Any, type, dict[str, Any]]] = []
+    for path, node in modules:
+        change = report.change(node, path, _why_left, _why_input)
+        if change is not None:
+            kind, saved = change
+            fields = Added(saved, implementation)._asdict() if saved else {}
+            changes.append((node, kind, fields))
+        elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
+            parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
+            report.note(type(node), path, parameters)
+    _apply(changes)
+    report.log(f"{type(model).__name__} has no nnx.LayerNorm, RMSNorm or GroupNorm")
     return model
+
+
+_CLASSES: dict[type, type] = {
+    nnx.LayerNorm: LayerNorm,
+    nnx.RMSNorm: RMSNorm,
+    nnx.GroupNorm: GroupNorm,
+}
+
+
+def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
+    """Change the classes and set attributes of modules. If one cannot be changed, none is.
+
+    For example, nnx raises an error for a module that was made outside the traced function.
+    """
+    before = [(node, type(node), dict(vars(node))) for node, _, _ in changes]
+    try:
+        for node, kind, attributes in changes:
+            for name, value in attributes.items():
+                setattr(node, name, value)
+            node.__class__ = kind
+    except BaseException:
+        for node, kind, attributes in before:
+            object.__setattr__(node, "__class__", kind)
+            vars(node).clear()
+            vars(node).update(attributes)
+        raise
+
+
+def _why_left(norm: Any) -> str | None:
+    """Return the reason why a norm is left to Flax; None if it is converted."""
+    # A GroupNorm has no `feature_axes`, because its features are always the last axis.
+    feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
+    reduction, features = (
+        set(axes) if isinstance(axes, Sequence) else {axes}
+        for axes in (norm.reduction_axes, feature_axes)
+    )
+    if (
+        why := flax_modules.why_flax(norm, (norm.dtype, norm.param_dtype))
+    ) or reduction == features:
+        return why
+    return f"feature_axes={feature_axes} are not reduction_axes={norm.reduction_axes}"
+
+
+def _why_input(norm: Any) -> str | None:
+    """Return the reason why a norm must save its input instead of its output, or None."""
+    if norm.scale is None:
+        return None
+    parameters = [norm.scale.get_value()]
+    if getattr(norm, "bias", None) is not None:
+        parameters.append(norm.bias.get_value())
+    return conversion.why_input(parameters, norm.dtype)
 
 
 def _called(
     norm: Any,
     functions: tuple[Callable[..., Any], Callable[..., Any]],
-    parameters: tuple[Any, ...],
+    stored: tuple[Any, ...],
     flax_norm: Callable[..., Any],
     x: Any,
     mask: jax.Array | None,
     residual: Any,
 ) -> Any:
-    """Run a call of a LayerNorm or an RMSNorm. Return y or, with a residual, (y, h).
+    """Run a call of a norm. Return y or, with a residual, (y, h).
 
     Args:
       norm: the module.
       functions: two functions of jaxnorm. The first is for calls without a residual, the second for
         calls with a residual.
-      parameters: the module's `nnx.Param` objects or None, in the order of these functions.
+      stored: the module's `nnx.Param` objects or None, in the order of these functions.
       flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
       x, mask, residual: the operands of the call.
     """
-    function, add_function = functions
-    normalised = x if residual is None else residual
-    promoted, *arrays = norm.promote_dtype((normalised, *map(_value, parameters)), dtype=norm.dtype)
-    axes = _covered_axes(norm, promoted, arrays, mask)
-    if axes is None:
-        flax_modules.no_offset(norm)
-        return flax_modules.composed(functools.partial(flax_norm, mask=mask), x, residual)
-    shaped = [_shaped(norm, array, promoted, axes) for array in arrays]
-    options = flax_modules.options(dtypes, norm, flax_modules.added(norm), axes, promoted, *arrays)
-    if residual is None:
-        return function(promoted, *shaped, **options)
-    return add_function(x, residual, *shaped, **options)
+    normal = x if residual is None else residual
+    promoted, *arrays = norm.promote_dtype((normal, *map(_value, stored)), dtype=norm.dtype)
+    parameters = dict(zip(("scale", "bias"), arrays))
+    operands = [a for a in (promoted, *arrays) if a is not None]
+    place: Any = None
+    if not flax_modules.why_flax(norm, [a.dtype for a in operands], mask):
+        place = _place(norm, promoted.shape)
+    if place is None:
+        return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
+    if not isinstance(norm, nnx.GroupNorm):
+        parameters = {n: _shaped(norm, a, promoted, place) for n, a in parameters.items()}
+    summands = None if residual is None else (x, residual)
+    return flax_modules.normalised(dtypes, norm, place, functions, promoted, parameters, summands)
+
+
+def _place(norm: Any, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """Return the axes, or the `Groups` of a GroupNorm; None if Flax's code must run."""
+    if isinstance(norm, nnx.GroupNorm):
+        return flax_modules.groups_of(norm, shape, norm.num_groups)
+    name = type(norm).__name__
+    return flax_modules.shared_axes(name, norm.reduction_axes, norm.feature_axes, shape)
 
 
 def _value(parameter: Any) -> jax.Array | None:
     """Return the array of a parameter, or None if there is no parameter."""
     return None if parameter is None else parameter[...]
-
-
-def _covered_axes(
-    module: Any, x: jax.Array, parameters: list[Any], mask: jax.Array | None
-) -> tuple[int, ...] | None:
-    """Return the axes that a call normalises, or None if the call must run Flax's code."""
-    if mask is not None or module.axis_name is not None:
-        return None
-    operands = [a for a in (x, *parameters) if a is not None]
-    if any(a.dtype.name not in FLOAT_DTYPES for a in operands):
-        return None
-    name = type(module).__name__
-    return flax_modules.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
 
 
 def _shaped(

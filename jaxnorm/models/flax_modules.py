@@ -5,14 +5,13 @@ installs it.
 """
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.softmax import filled_softmax
@@ -26,6 +25,11 @@ if importlib.util.find_spec("flax") is None:
 
 Axes = int | Sequence[int]
 
+# A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of
+# its output. A value of None in place of the function means that the norm module's own `save` mode
+# applies.
+Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
+
 
 class Added(NamedTuple):
     """The fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
@@ -35,39 +39,17 @@ class Added(NamedTuple):
     scale_offset: float = 0.0
 
 
-def added(module: Any) -> Added:
-    """Return the values of a module's fields that Flax's norm modules do not have."""
-    return Added(module.save, module.implementation, module.scale_offset)
-
-
-def set_fields(module: Any, added: Added) -> None:
-    """Set the fields of a norm module that Flax's norm modules do not have."""
-    for name, value in added._asdict().items():
-        setattr(module, name, value)
-
-
-def given_to(function: str, save: Save, implementation: Name | None) -> Added:
-    """Check the arguments of a conversion; return the fields that its norms get from jaxnorm."""
-    conversion.check(function, save, implementation)
-    return Added(save, implementation)
-
-
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return the axes to normalise; None if the axes of the parameters differ from them."""
-    reduced, features = (
-        tuple(
-            sorted(
-                {
-                    checks.axes(module, a, shape)[0]
-                    for a in (axes if isinstance(axes, Sequence) else (axes,))
-                }
-            )
-        )
-        for axes in (reduction_axes, feature_axes)
-    )
-    return reduced if reduced == features else None
+
+    def covered(axes: Axes) -> tuple[int, ...]:
+        each = axes if isinstance(axes, Sequence) else (axes,)
+        return tuple(sorted({checks.axes(module, a, shape)[0] for a in each}))
+
+    reduced = covered(reduction_axes)
+    return reduced if reduced == covered(feature_axes) else None
 
 
 class Groups(NamedTuple):
@@ -105,26 +87,64 @@ def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
     return Groups((*others, count, channels // count), (*reduced[:-1], last + 1))
 
 
-def options(
-    dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
-) -> dict[str, Any]:
-    """Return the keyword arguments with which a norm module calls jaxnorm's functions.
+def why_flax(norm: Any, dtypes: Iterable[Any], mask: Any = None) -> str | None:
+    """Return the reason why a norm runs Flax's code, or None.
+
+    Axes are not examined here. `dtypes` are the dtypes of its operands and results, or None.
+    """
+    names = [jnp.dtype(dtype).name for dtype in dtypes if dtype is not None]
+    reasons = {
+        "a mask": mask is not None,
+        f"axis_name={norm.axis_name!r}": norm.axis_name is not None,
+        "force_float32_reductions=False": not getattr(norm, "force_float32_reductions", True),
+        f"dtypes {', '.join(names)}": not is_supported(*names),
+    }
+    return next((why for why, applies in reasons.items() if applies), None)
+
+
+def normalised(
+    dtypes: Any,
+    norm: Any,
+    place: tuple[int, ...] | Groups,
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    x: Any,
+    parameters: Mapping[str, Any],
+    summands: tuple[Any, Any] | None = None,
+    added: Added | None = None,
+    judged: Judged = None,
+) -> Any:
+    """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 
     Args:
       dtypes: the Python module `dtypes` of linen or of nnx. It has Flax's rule for the output's
-        dtype: the norm's dtype or, if that is None, the common dtype of the operands.
-      module: the norm module.
-      added: the module's fields that Flax's norm modules do not have.
-      axes: the axes to normalise.
-      operands: x and the parameters.
+        dtype: the norm's dtype or, if that is None, the common dtype of x and the parameters.
+      norm: the norm module.
+      place: the axes to normalise, or the `Groups` of a GroupNorm.
+      functions: the functions for calls without and with a residual.
+      x: the array that is normalised, or the residual.
+      parameters: the arguments ``scale`` and ``bias`` of the functions.
+      summands: the two arrays whose sum is normalised, or None.
+      added: the values of the fields that Flax's norm modules do not have; by default, the values
+        of the fields of `norm`, a module of jaxnorm.
+      judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
-    dtype = dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
-    return {
-        "axis": axes,
-        "epsilon": module.epsilon,
+    groups = place if isinstance(place, Groups) else None
+    dtype = dtypes.canonicalize_dtype(x, *parameters.values(), dtype=norm.dtype)
+    options = {
+        "axis": groups.axes if groups else place,
+        "epsilon": norm.epsilon,
         "dtype": jax.dtypes.canonicalize_dtype(dtype),
-        **added._asdict(),
+        **(added or Added(norm.save, norm.implementation, norm.scale_offset))._asdict(),
     }
+    if judged is not None:
+        options["save"] = judged(parameters, options["dtype"])
+    if groups:
+        options |= {name: groups.of_parameter(a) for name, a in parameters.items()}
+        options["activation"] = getattr(norm, "activation", None)
+        return functions[0](jnp.reshape(x, groups.shape), **options).reshape(x.shape)
+    if summands is None:
+        return functions[0](x, **parameters, **options)
+    return functions[1](*summands, **parameters, **options)
 
 
 def norm_and_dense(
@@ -158,37 +178,25 @@ def norm_and_dense(
     )
 
 
-def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
-    """Return ``norm(x)`` or, with a residual, (y, h). Flax's code computes the norm.
+def by_flax(module: Any, norm: Callable[[Any], Any], x: Any, residual: Any = None) -> Any:
+    """Return a norm's result y or, with a residual, (y, h). Flax's code `norm` computes the norm.
 
-    h = x + residual has the residual's dtype, and y is norm(h).
+    h = x + residual has the residual's dtype, and y is norm(h). An activation of the module is
+    applied to y. Flax's norms support no scale_offset: ValueError is raised if the module has one.
     """
-    if residual is None:
-        return norm(x)
-    dtype = jnp.result_type(residual)
-    h = (jnp.asarray(x) + residual).astype(dtype)
-    return norm(h), h
-
-
-def activated(module: Any, y: jax.Array) -> jax.Array:
-    """Apply the activation of jaxnorm's GroupNorm `module` to y, the result of Flax's code."""
-    valid = (None, *get_args(NormActivation))
-    checks.one_of(type(module).__name__, "activation", module.activation, valid)
-    return y if module.activation is None else getattr(jax.nn, module.activation)(y)
-
-
-def no_offset(module: Any) -> None:
-    """Raise ValueError if a module whose call is left to Flax's code has a scale_offset.
-
-    Flax's norms do not support it.
-    """
+    name = type(module).__name__
     if module.scale_offset:
-        name = type(module).__name__
         raise ValueError(
             f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
             f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
             "Flax, or add the offset to the parameter"
         )
+    if residual is not None:
+        h = (jnp.asarray(x) + residual).astype(jnp.result_type(residual))
+        return norm(h), h
+    y, activation = norm(x), getattr(module, "activation", None)
+    checks.one_of(name, "activation", activation, (None, *get_args(NormActivation)))
+    return y if activation is None else getattr(jax.nn, activation)(y)
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -260,24 +268,28 @@ def attend(
     return out.reshape(*out.shape[:-3], heads, out.shape[-1])
 
 
-def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Raise ValueError unless the shapes fit together; numbers of heads are not checked here."""
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    expected = "(batch..., length, heads, depth)"
-    if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected three arrays {expected} of equal rank"
-        )
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"dot_product_attention: got {shapes}; expected equal batch axes")
-    if key.shape[-3] != value.shape[-3]:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected key and value of equal length (axis -3)"
-        )
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected query and key of equal depth (axis -1)"
-        )
+def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array, *, groups: bool) -> None:
+    """Raise ValueError unless the shapes fit together.
+
+    With `groups`, the key and the value may have fewer heads than the query.
+    """
+    shapes = [a.shape for a in (query, key, value)]
+    expected = None
+    if len({len(shape) for shape in shapes}) > 1 or query.ndim < 3:
+        expected = "three arrays (batch..., length, heads, depth) of equal rank"
+    elif len({shape[:-3] for shape in shapes}) > 1:
+        expected = "equal batch axes"
+    elif key.shape[-3] != value.shape[-3]:
+        expected = "key and value of equal length (axis -3)"
+    elif query.shape[-1] != key.shape[-1]:
+        expected = "query and key of equal depth (axis -1)"
+    elif not groups and len({shape[-2] for shape in shapes}) > 1:
+        expected = "equal numbers of heads (axis -2)"
+    elif any(query.shape[-2] % shape[-2] for shape in shapes):
+        expected = "numbers of heads (axis -2) of key and value that divide query's"
+    if expected is not None:
+        got = "query {}, key {}, value {}".format(*shapes)
+        raise ValueError(f"dot_product_attention: got {got}; expected {expected}")
 
 
 def masked_softmax(
@@ -322,16 +334,3 @@ def fits(
     return a is None or (
         jnp.broadcast_shapes(a.shape, shape) == shape and (dtypes is None or a.dtype.name in dtypes)
     )
-
-
-def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
-    """Raise ValueError unless the head count of `other` divides the head count of query.
-
-    `other` is the key or the value; `name` is its name in the error.
-    """
-    heads, shared = query.shape[-2], other.shape[-2]
-    if heads % shared:
-        raise ValueError(
-            f"dot_product_attention: query has {heads} heads and {name} {shared}; "
-            f"expected query's heads to be a multiple of {name}'s"
-        )

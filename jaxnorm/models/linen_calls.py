@@ -1,7 +1,7 @@
 """The code that runs calls of linen norms, and the classes behind `jaxnorm.linen.converted`."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,11 +14,6 @@ from jaxnorm.models import conversion, flax_modules
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
-# A function that chooses the `save` mode of a norm. It takes the norm's parameters and the dtype of
-# its output. A value of None in place of the function means that the norm module's own `save` mode
-# applies.
-Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
-
 
 def called(
     norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
@@ -28,16 +23,16 @@ def called(
     `flax_norm` is the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
     """
     if why_flax(norm, x if residual is None else residual, mask):
-        flax_modules.no_offset(norm)
-        flax_norm = functools.partial(flax_norm, mask=mask)
-        if isinstance(norm, nn.GroupNorm):
-            return flax_modules.activated(norm, flax_norm(x))
-        return flax_modules.composed(flax_norm, x, residual)
-    return normalised(norm, flax_modules.added(norm), x, residual)
+        return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
+    return normalised(norm, x, residual)
 
 
 def normalised(
-    norm: Any, added: flax_modules.Added, x: Any, residual: Any = None, judged: Judged = None
+    norm: Any,
+    x: Any,
+    residual: Any = None,
+    added: flax_modules.Added | None = None,
+    judged: flax_modules.Judged = None,
 ) -> Any:
     """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 
@@ -45,36 +40,21 @@ def normalised(
 
     Args:
       norm: a module of Flax or of jaxnorm.
-      added: the values of `save`, `implementation` and `scale_offset` for this norm. Flax's norm
-        modules have no such fields.
       x, residual: the operands of the call.
+      added: the values of `save`, `implementation` and `scale_offset` for a norm of Flax.
       judged: a function that chooses the `save` mode. None to use the mode `added.save`.
     """
-    if isinstance(norm, nn.GroupNorm):
-        return _of_groups(norm, added, x, judged)
     normal = x if residual is None else residual
-    has_mean = isinstance(norm, nn.LayerNorm)
-    axes = _axes(norm, normal)
-    assert axes is not None
-    parameters = _parameters(norm, [normal.shape[a] for a in axes])
-    options = _options(norm, added, axes, normal, parameters, judged)
-    if residual is None:
-        return (layer_norm if has_mean else rms_norm)(x, **parameters, **options)
-    return (add_layer_norm if has_mean else add_rms_norm)(x, residual, **parameters, **options)
-
-
-def _of_groups(norm: Any, added: flax_modules.Added, x: Any, judged: Judged) -> Any:
-    groups = _groups(norm, x)
-    assert groups is not None
-    parameters = _parameters(norm, [x.shape[-1]])
-    options = _options(norm, added, groups.axes, x, parameters, judged)
-    y = layer_norm(
-        jnp.reshape(x, groups.shape),
-        **{name: groups.of_parameter(a) for name, a in parameters.items()},
-        activation=getattr(norm, "activation", None),
-        **options,
+    place = _place(norm, normal)
+    assert place is not None
+    is_group = isinstance(norm, nn.GroupNorm)
+    parameters = _parameters(norm, [normal.shape[a] for a in ((-1,) if is_group else place)])
+    has_mean = is_group or isinstance(norm, nn.LayerNorm)
+    functions = (layer_norm, add_layer_norm) if has_mean else (rms_norm, add_rms_norm)
+    summands = None if residual is None else (x, residual)
+    return flax_modules.normalised(
+        dtypes, norm, place, functions, normal, parameters, summands, added, judged
     )
-    return y.reshape(x.shape)
 
 
 def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
@@ -89,52 +69,30 @@ def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
     }
 
 
-def _options(
-    norm: Any,
-    added: flax_modules.Added,
-    axes: tuple[int, ...],
-    x: Any,
-    parameters: Mapping[str, Any],
-    judged: Judged,
-) -> dict[str, Any]:
-    options = flax_modules.options(dtypes, norm, added, axes, x, *parameters.values())
-    if judged is not None:
-        options["save"] = judged(parameters, options["dtype"])
-    return options
-
-
-def _groups(norm: Any, x: Any) -> flax_modules.Groups | None:
-    """Return the `Groups` of a GroupNorm; None if Flax would raise an error for the call."""
-    count, size = norm.num_groups, norm.group_size
+def _place(norm: Any, x: Any) -> tuple[Any, ...] | None:
+    """Return the axes, or the `Groups` of a GroupNorm; None if Flax's code must run."""
+    if not isinstance(norm, nn.GroupNorm):
+        return flax_modules.shared_axes(
+            type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape
+        )
+    count: Any = norm.num_groups
+    size = norm.group_size
     if (count is None) == (size is None):
         return None
-    if count is None:
+    if size is not None:
         count = x.shape[-1] // size if x.ndim and size > 0 and x.shape[-1] % size == 0 else 0
     return flax_modules.groups_of(norm, x.shape, count)
-
-
-def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
-    return flax_modules.shared_axes(
-        type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape
-    )
 
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's code."""
     dtypes_seen = jnp.result_type(x), norm.param_dtype, norm.dtype
-    names = [jnp.dtype(seen).name for seen in dtypes_seen if seen is not None]
-    reasons = (
-        ("a mask", mask is not None),
-        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
-        ("force_float32_reductions=False", not norm.force_float32_reductions),
-        (f"dtypes {', '.join(names)}", not set(names) <= set(FLOAT_DTYPES)),
-    )
-    why = next((why for why, applies in reasons if applies), None)
-    if why is None and isinstance(norm, nn.GroupNorm):
-        return None if _groups(norm, x) else "groups or axes that Flax refuses"
-    if why is None and _axes(norm, x) is None:
-        return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
-    return why
+    why = flax_modules.why_flax(norm, dtypes_seen, mask)
+    if why is not None or _place(norm, x) is not None:
+        return why
+    if isinstance(norm, nn.GroupNorm):
+        return "groups or axes that Flax refuses"
+    return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
 
 
 # -------------------------------------------------------------------------------------- conversion
@@ -144,17 +102,17 @@ class Stored:
     """The set of norms that must save their input instead of their output.
 
     The set is determined from the values of the norms' parameters. These are in ``params``, an
-    argument of the context manager `converted`. Two `Stored` objects are equal if `reasons` has the
-    same keys, so `jax.jit` retraces only if the set of norms changes.
+    argument of the context manager `converted`.
 
     Attributes:
       reasons: a dict. A key is a pair: the path of a norm, and the name of a dtype. The norm must
         save its input if its output has this dtype. The value is the reason.
+      paths: the paths of all norms in ``params``, or None if the user has not passed ``params``.
     """
 
     def __init__(self, params: Any) -> None:
         self.reasons: dict[tuple[str, str], str] = {}
-        self._paths: set[str] | None = None
+        self.paths: set[str] | None = None
         if params is not None:
             if not isinstance(params, Mapping):
                 raise TypeError(
@@ -162,7 +120,7 @@ class Stored:
                     'variables, or those of the collection "params": a dictionary'
                 )
             params = nn.unbox(params)
-            self._paths = set(self._norms(params.get("params", params), ()))
+            self.paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
         """Yield the paths of the norms in a tree. Add to `reasons` the norms that must save x."""
@@ -179,101 +137,29 @@ class Stored:
         for key, subtree in tree.items():
             yield from self._norms(subtree, (*path, key))
 
-    def knows(self, path: str) -> bool:
-        """Return True if ``params`` has this norm, or if the user has not passed ``params``."""
-        return self._paths is None or path in self._paths
 
-    def __hash__(self) -> int:
-        return hash(frozenset(self.reasons))
+def judged(
+    report: conversion.Report,
+    stored: Stored,
+    path: str,
+    parameters: Mapping[str, Any],
+    y_dtype: np.dtype,
+) -> Save:
+    """Return the `save` mode of a norm, and record the norm if it must save its input.
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stored) and self.reasons.keys() == other.reasons.keys()
-
-
-class Seen:
-    """A record of the modules that were called inside a context of `converted`.
-
-    The context's log line is made from it.
-
-    Attributes:
-      calls: the user's functions that replace the ``__call__`` of classes, with a record of the
-        modules for which they were called.
-      modules: full names of the classes of all modules.
-      has_norms: True if a module of Flax's or jaxnorm's norm classes was called.
-      norms: maps the path of each norm of Flax to the reason why it was not converted, or to None
-        if it was.
-      kept: maps the path of each norm that saves its input instead of its output to the reason.
-      unknown: maps the path of each norm that is not in the argument ``params`` to a text that
-        says so.
-      own: names of subclasses of Flax's norms that were not converted because they override code.
+    The mode depends on the values of the parameters. Traced parameters have no values. For them,
+    the mode is taken from `stored`, which was computed from the values in the user's argument
+    ``params``.
     """
-
-    def __init__(self, calls: conversion.Calls) -> None:
-        self.calls = calls
-        self.own: dict[str, None] = {}
-        self.modules: set[str] = set()
-        self.has_norms = False
-        self.norms: dict[str, str | None] = {}
-        self.kept: dict[str, str] = {}
-        self.unknown: dict[str, str] = {}
-
-    def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
-        """Record the norm's class if it is a subclass that overrides Flax's code.
-
-        Norms of such a class are not converted. `flax` has Flax's norm classes.
-        """
-        if conversion.converted_as(type(norm), flax) is None:
-            self.own[type(norm).__name__] = None
-
-    def note(self, module: nn.Module, path: str) -> None:
-        """Record a module of another class if it is a norm. Its call must have returned."""
-        parameters = module.variables.get("params", {}).values()
-        if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
-            self.calls.note(type(module), path, map(nn.unbox, parameters))
-
-    def judged(
-        self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
-    ) -> Save:
-        """Return the `save` mode of a norm, and record the norm if it must save its input.
-
-        The mode depends on the values of the parameters. Traced parameters have no values. For
-        them, the mode is taken from `stored`, which was computed from the values in the user's
-        argument ``params``.
-        """
-        if "scale" not in parameters:
-            return "output"
-        if conversion.are_known(parameters.values()):
-            why = conversion.why_input(parameters.values(), y_dtype)
-        else:
-            why = stored.reasons.get((path, y_dtype.name))
-            if not stored.knows(path):
-                self.unknown[path] = "params has no such norm"
-        if why is None:
-            return "output"
-        self.kept[path] = why
-        return "input"
-
-    def tell(self) -> None:
-        """At the end of a context, log which norms were left to Flax or must save their input.
-
-        If modules were called in the context, but no norm, log a warning about that. If no module
-        was called, nothing is logged: `jax.jit` may have reused compiled programs, which do not
-        call modules again.
-        """
-        if not self.modules:
-            return
-        if not (self.has_norms or self.calls.applied or self.calls.others):
-            conversion.warn(
-                "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called "
-                "inside it, only %s; norms of other classes can call jaxnorm.layer_norm and "
-                "jaxnorm.rms_norm, by calls={class: function}",
-                ", ".join(sorted(name.rpartition(".")[2] for name in self.modules)),
-            )
-            return
-        outcomes = {
-            "are left to Flax": {path: why for path, why in self.norms.items() if why is not None},
-            conversion.KEPT: self.kept,
-            "were not looked at": self.unknown,
-        }
-        norms = len(self.norms)
-        conversion.log("linen.converted", norms, outcomes, self.calls, self.own, self.modules)
+    if "scale" not in parameters:
+        return "output"
+    if conversion.are_known(parameters.values()):
+        why = conversion.why_input(parameters.values(), y_dtype)
+    else:
+        why = stored.reasons.get((path, y_dtype.name))
+        if stored.paths is not None and path not in stored.paths:
+            report.unknown[path] = "params has no such norm"
+    if why is None:
+        return "output"
+    report.kept[path] = why
+    return "input"

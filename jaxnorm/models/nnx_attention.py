@@ -80,9 +80,7 @@ def dot_product_attention(
       (2, 16, 64)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    flax_modules.check_shapes(query, key, value)
-    flax_modules.check_heads(query, key, "key")
-    flax_modules.check_heads(query, value, "value")
+    flax_modules.check_shapes(query, key, value, groups=True)
     return flax_modules.attend(
         query,
         key,
@@ -108,13 +106,14 @@ def _weigh(
     lengths = query.shape[-3], key.shape[-3]
     # If there is no other mask than the causal one, each query has an unmasked key. Then a fill of
     # -inf gives the same weights as `_FILL`, and kernels can skip masked entries.
-    only_causal = is_causal and bias is None and mask is None
-    if is_causal and not (only_causal and flax_modules.is_supported(dtype)):
+    is_supported = flax_modules.is_supported(dtype)
+    only_causal = is_causal and bias is None and mask is None and is_supported
+    if is_causal and not only_causal:
         causal = jnp.tril(jnp.ones(lengths, bool))
-        mask, only_causal = causal if mask is None else jnp.logical_and(mask, causal), False
+        mask = causal if mask is None else jnp.logical_and(mask, causal)
     shape = (*query.shape[:-3], query.shape[-2], *lengths)
     if (
-        flax_modules.is_supported(dtype)
+        is_supported
         and flax_modules.fits(bias, shape, FLOAT_DTYPES)
         and flax_modules.fits(mask, shape)
     ):
