@@ -28,8 +28,8 @@ __all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "auto_remat", "convert"]
 _NO_STATE: Any = object()
 
 
-class _Settings(eqx.Module):
-    """The fields that jaxnorm's norm modules have and equinox's norm modules do not have."""
+class _Norm(eqx.Module):
+    """Has the fields that jaxnorm's norm modules have and equinox's do not have, and the call."""
 
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
@@ -46,8 +46,19 @@ class _Settings(eqx.Module):
         self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
         super().__init__(*args, **fields)
 
+    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
+        """Normalise x like equinox's module; ``state`` is returned unchanged.
 
-class LayerNorm(_Settings, eqx.nn.LayerNorm):
+        Returns:
+          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
+        """
+        _check_shape(self, x)
+        of_equinox = super().__call__  # type: ignore[misc]
+        y = of_equinox(x) if _is_left_to_equinox(self, x) else _normalised(self, x)
+        return y if state is _NO_STATE else (y, state)
+
+
+class LayerNorm(_Norm, eqx.nn.LayerNorm):
     """``equinox.nn.LayerNorm`` that saves its output, not its input, for the backward pass.
 
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
@@ -81,21 +92,12 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.LayerNorm, _Settings.__init__)
+    @conversion.arguments_of(eqx.nn.LayerNorm, _Norm.__init__)
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
 
-    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x like ``equinox.nn.LayerNorm``; ``state`` is returned unchanged.
 
-        Returns:
-          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
-        """
-        y = _normalised(self, layer_norm, super().__call__, x)
-        return y if state is _NO_STATE else (y, state)
-
-
-class RMSNorm(_Settings, eqx.nn.RMSNorm):
+class RMSNorm(_Norm, eqx.nn.RMSNorm):
     """``equinox.nn.RMSNorm`` that saves its output, not its input, for the backward pass.
 
     See :class:`jaxnorm.equinox.LayerNorm` for the fields and arguments, for the behaviour under
@@ -121,21 +123,12 @@ class RMSNorm(_Settings, eqx.nn.RMSNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.RMSNorm, _Settings.__init__)
+    @conversion.arguments_of(eqx.nn.RMSNorm, _Norm.__init__)
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
 
-    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x like ``equinox.nn.RMSNorm``; ``state`` is returned unchanged.
 
-        Returns:
-          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
-        """
-        y = _normalised(self, rms_norm, super().__call__, x)
-        return y if state is _NO_STATE else (y, state)
-
-
-class GroupNorm(_Settings, eqx.nn.GroupNorm):
+class GroupNorm(_Norm, eqx.nn.GroupNorm):
     """``equinox.nn.GroupNorm`` that saves its output, not its input, for the backward pass.
 
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
@@ -161,32 +154,9 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
       (64, 16, 16)
     """
 
-    @conversion.arguments_of(eqx.nn.GroupNorm, _Settings.__init__)
+    @conversion.arguments_of(eqx.nn.GroupNorm, _Norm.__init__)
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
-
-    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x like ``equinox.nn.GroupNorm``; ``state`` is returned unchanged.
-
-        Returns:
-          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
-        """
-        if not x.ndim or x.shape[0] % self.groups or self.channels not in (None, x.shape[0]):
-            expected = self.channels or f"a multiple of {self.groups}"
-            raise ValueError(
-                f"GroupNorm: x has shape {x.shape}; expected {expected} channels on its first axis"
-            )
-        if _is_left_to_equinox(self, x):
-            y = super().__call__(x)
-        else:
-            groups = (self.groups, x.shape[0] // self.groups, math.prod(x.shape[1:]))
-            scale, bias = (
-                None if a is None else a.reshape(*groups[:2], 1) for a in (self.weight, self.bias)
-            )
-            y = layer_norm(
-                x.reshape(groups), scale, bias, axis=(1, 2), epsilon=self.eps, **_added(self)
-            ).reshape(x.shape)
-        return y if state is _NO_STATE else (y, state)
 
 
 def convert[Model](
@@ -254,7 +224,7 @@ def convert[Model](
       'jaxnorm.equinox'
     """
     report = conversion.Report(
-        "equinox.convert", "equinox", eqx.Module, _CONVERTED, save, implementation, calls
+        "equinox.convert", eqx.Module, _CONVERTED, save, implementation, calls
     )
     if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
         raise TypeError(
@@ -265,9 +235,7 @@ def convert[Model](
     def replace(made: Any, node: Any, path: str) -> Any:
         change = report.change(node, path, _why_left, _why_input)
         if change is not None:
-            kind, saved = change
-            added = {"save": saved, "implementation": implementation, "scale_offset": 0.0}
-            return _of_class(made, kind, added if saved else {})
+            return _of_class(made, *change)
         if not any(map(_is_module, vars(node).values())):
             report.note(type(node), path, jax.tree.leaves(node))
         return made
@@ -352,24 +320,31 @@ def _parameters(norm: Any) -> list[Any]:
     return [a for a in (norm.weight, norm.bias) if hasattr(a, "dtype")]
 
 
-def _normalised(
-    norm: Any, function: Callable[..., jax.Array], equinox_norm: Callable[..., Any], x: Any
-) -> jax.Array:
+def _check_shape(norm: Any, x: Any) -> None:
     name = type(norm).__name__
-    if x.shape != norm.shape:
+    if not isinstance(norm, eqx.nn.GroupNorm):
+        if x.shape != norm.shape:
+            raise ValueError(
+                f"{name}: x has shape {x.shape}; expected {norm.shape}, the module's shape; map it "
+                f"over the other axes, e.g. jax.vmap(norm)(x), or make it {name}({x.shape}, ...)"
+            )
+    elif not x.ndim or x.shape[0] % norm.groups or norm.channels not in (None, x.shape[0]):
+        expected = norm.channels or f"a multiple of {norm.groups}"
         raise ValueError(
-            f"{name}: x has shape {x.shape}; expected {norm.shape}, the module's shape; map it "
-            f"over the other axes, e.g. jax.vmap(norm)(x), or make it {name}({x.shape}, ...)"
+            f"GroupNorm: x has shape {x.shape}; expected {expected} channels on its first axis"
         )
-    if _is_left_to_equinox(norm, x):
-        return equinox_norm(x)
-    return function(x, norm.weight, bias=norm.bias, axis=None, epsilon=norm.eps, **_added(norm))
 
 
-def _added(norm: Any) -> dict[str, Any]:
-    """Return the fields of a norm that equinox's norms do not have, as keyword arguments."""
-    names = ("scale_offset", "save", "implementation")
-    return {name: getattr(norm, name) for name in names}
+def _normalised(norm: Any, x: Any) -> jax.Array:
+    """Run a norm with jaxnorm's functions."""
+    function = rms_norm if isinstance(norm, eqx.nn.RMSNorm) else layer_norm
+    parameters, axis, shape = [norm.weight, norm.bias], None, x.shape
+    if isinstance(norm, eqx.nn.GroupNorm):
+        axis, shape = (1, 2), (norm.groups, x.shape[0] // norm.groups, math.prod(x.shape[1:]))
+        parameters = [None if a is None else a.reshape(*shape[:2], 1) for a in parameters]
+    scale, bias = parameters
+    options = {"axis": axis, "epsilon": norm.eps, **conversion.settings_of(norm)}
+    return function(x.reshape(shape), scale, bias=bias, **options).reshape(x.shape)
 
 
 def _is_left_to_equinox(norm: Any, x: Any) -> bool:

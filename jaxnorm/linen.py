@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 # This import is first, because it raises a helpful error if Flax is not installed.
-from jaxnorm.models import conversion, flax_modules
+from jaxnorm.models import attention, conversion, flax_modules
 
 # isort: split
 from flax import linen as nn
 from flax.core import lift
 from flax.linen import dtypes
 
-from jaxnorm.models.linen_calls import Stored, called, judged, normalised, why_flax
+from jaxnorm.models.linen_calls import called, converted_call, reasons_in, why_flax
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
@@ -205,7 +205,7 @@ class RMSNormDense(nn.Module):
             **_Parameters(self.param_dtype, name="dense")(dense),
         }
         return flax_modules.norm_and_dense(
-            dtypes, self, parameters, x, residual, self.activation, self.dtype
+            self, parameters, x, residual, self.activation, self.dtype
         )
 
 
@@ -308,13 +308,11 @@ def converted(
       >>> y.shape
       (2, 8)
     """
-    report = conversion.Report(
-        "linen.converted", "Flax", nn.Module, _CLASSES, save, implementation, calls
-    )
-    added = flax_modules.Added(save, implementation)
-    stored = Stored(params if save == "output" else None)
+    report = conversion.Report("linen.converted", nn.Module, _CLASSES, save, implementation, calls)
+    reasons = reasons_in(params) if save == "output" and params is not None else None
     # `jax.jit` retraces only if the set of norms that save their input changes.
-    settings = (added, frozenset(stored.reasons), report.calls)
+    kept = frozenset(at for at, why in (reasons or {}).items() if why)
+    settings = (save, implementation, kept, report.calls)
     if _innermost.value == settings:
         yield
         return
@@ -326,38 +324,36 @@ def converted(
         options: dict[str, Any],
         context: nn.module.InterceptorContext,
     ) -> Any:
-        norm = context.module
+        module = context.module
         if (
             context.method_name != "__call__"
             or _innermost.value != settings
-            or any(norm is one for one in running)
+            or any(module is one for one in running)
         ):
             return call(*arguments, **options)
-        path = "/".join(norm.path)
-        function = report.function_of(type(norm), path)
+        path = "/".join(module.path)
+        function = report.function_of(type(module), path)
         if function is not None:
-            running.append(norm)
+            running.append(module)
             try:
-                return function(norm, *arguments, **options)
+                return function(module, *arguments, **options)
             finally:
                 running.pop()
-        if not report.is_convertible(norm, path):
-            result = call(*arguments, **options)
-            parameters = norm.variables.get("params", {}).values()
-            if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
-                report.note(type(norm), path, map(nn.unbox, parameters))
-            return result
-        x = arguments[0] if arguments else options["x"]
-        if report.is_left(norm, path, lambda norm: why_flax(norm, x, options.get("mask"))):
-            return call(*arguments, **options)
-        chosen = functools.partial(judged, report, stored, path) if save == "output" else None
-        return normalised(norm, x, added=added, judged=chosen)
+        x = arguments[0] if arguments else options.get("x")
+        mask = options.get("mask")
+        if report.converted_class(module, path, lambda norm: why_flax(norm, x, mask)) is not None:
+            return converted_call(report, reasons, module, path, x)
+        result = call(*arguments, **options)
+        parameters = module.variables.get("params", {}).values()
+        if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
+            report.note(type(module), path, map(nn.unbox, parameters))
+        return result
 
     with _innermost(settings), nn.intercept_methods(call):
         yield
     # `jax.jit` may have reused compiled programs, which do not call modules again.
-    if report.modules:
-        names = ", ".join(sorted(name.rpartition(".")[2] for name in report.modules))
+    if report.kinds:
+        names = ", ".join(sorted({kind.__name__ for kind in report.kinds}))
         classes = "linen.LayerNorm, RMSNorm or GroupNorm"
         report.log(f"no {classes} was called inside it, only {names}")
 
@@ -441,37 +437,30 @@ def dot_product_attention(
             "einsum_dot_general configure; give one or the other"
         )
     query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
-    flax_modules.check_shapes(query, key, value, groups=False)
-    dtype = query.dtype
+    attention.check_shapes(query, key, value, groups=False)
     einsum = functools.partial(
         jnp.einsum,
         precision=precision,
         _dot_general=einsum_dot_general or jax.lax.dot_general,
     )
-
-    def weigh(
-        query: jax.Array, key: jax.Array, bias: jax.Array | None, mask: jax.Array | None
-    ) -> jax.Array:
-        query = query / jnp.sqrt(query.shape[-1]).astype(dtype)
-        logits = (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", query, key)
-        return flax_modules.masked_softmax(
-            logits,
-            bias,
-            mask,
-            fill=float(jnp.finfo(dtype).min),
-            dtype=np.dtype(jnp.float32) if force_fp32_for_softmax else dtype,
-        )
-
-    return flax_modules.attend(
-        query,
-        key,
-        value,
+    scaled = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+    weights = attention.masked_softmax(
+        (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", scaled, key),
         bias,
         mask,
-        weigh=weigh,
+        fill=float(jnp.finfo(query.dtype).min),
+        dtype=np.dtype(jnp.float32) if force_fp32_for_softmax else query.dtype,
+    )
+    return attention.attend(
+        weights,
+        value,
         einsum=attn_weights_value_einsum or einsum,
         sow=module and functools.partial(module.sow, "intermediates", "attention_weights"),
-        dropout=flax_modules.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
+        dropout_rng=dropout_rng,
+        rate=dropout_rate,
+        broadcast=broadcast_dropout,
+        deterministic=deterministic,
+        dtype=query.dtype,
     )
 
 

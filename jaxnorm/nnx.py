@@ -17,13 +17,10 @@ from jaxnorm.models import flax_modules
 
 # isort: split
 from flax import nnx
-from flax.nnx.nn import dtypes
 
 from jaxnorm.models import conversion
-from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
-from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
 
@@ -41,8 +38,11 @@ dot_product_attention.__module__ = __name__  # Users import it from this module.
 
 
 class _NormFields(TypedDict, total=False):
-    """The arguments that Flax's three norm classes share. jaxnorm's classes pass them on."""
+    """The arguments that Flax's three norm classes share, and those that jaxnorm adds."""
 
+    save: Save
+    implementation: Name | None
+    scale_offset: float
     epsilon: float
     dtype: DTypeLike | None
     param_dtype: DTypeLike
@@ -75,7 +75,26 @@ class _GroupNormFields(_NormFields, _BiasFields, total=False):
     reduction_axes: flax_modules.Axes | None
 
 
-class LayerNorm(nnx.LayerNorm):
+class _Norm(nnx.Module):
+    """Has the fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
+
+    save: Save
+    implementation: Name | None
+    scale_offset: float
+
+    def __init__(
+        self,
+        *args: Any,
+        save: Save = "output",
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
+        **fields: Any,
+    ) -> None:
+        super().__init__(*args, **fields)
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
+
+
+class LayerNorm(_Norm, nnx.LayerNorm):
     """:class:`flax.nnx.LayerNorm` that saves its output, not its input, for the backward pass.
 
     Arguments, defaults, parameter names and the call are the same as in Flax, so states load
@@ -103,18 +122,9 @@ class LayerNorm(nnx.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(nnx.LayerNorm)
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Unpack[_LayerNormFields],
-    ) -> None:
+    @conversion.arguments_of(nnx.LayerNorm, _Norm.__init__)
+    def __init__(self, num_features: int, **fields: Unpack[_LayerNormFields]) -> None:
         super().__init__(num_features, **fields)
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.LayerNorm.__call__`.
@@ -122,12 +132,10 @@ class LayerNorm(nnx.LayerNorm):
         With a residual, h = x + residual is normalised, and (y, h) is returned; see
         :func:`jaxnorm.add_layer_norm`.
         """
-        functions = layer_norm, add_layer_norm
-        parameters = self.scale, self.bias
-        return _called(self, functions, parameters, super().__call__, x, mask, residual)
+        return _called(self, super().__call__, x, mask, residual)
 
 
-class RMSNorm(nnx.RMSNorm):
+class RMSNorm(_Norm, nnx.RMSNorm):
     """:class:`flax.nnx.RMSNorm` that saves its output, not its input, for the backward pass.
 
     Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
@@ -153,18 +161,9 @@ class RMSNorm(nnx.RMSNorm):
       ((8, 512), (8, 512))
     """
 
-    @conversion.arguments_of(nnx.RMSNorm)
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Unpack[_RMSNormFields],
-    ) -> None:
+    @conversion.arguments_of(nnx.RMSNorm, _Norm.__init__)
+    def __init__(self, num_features: int, **fields: Unpack[_RMSNormFields]) -> None:
         super().__init__(num_features, **fields)
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.RMSNorm.__call__`.
@@ -172,11 +171,10 @@ class RMSNorm(nnx.RMSNorm):
         With a residual, h = x + residual is normalised, and (y, h) is returned; see
         :func:`jaxnorm.add_rms_norm`.
         """
-        functions = rms_norm, add_rms_norm
-        return _called(self, functions, (self.scale,), super().__call__, x, mask, residual)
+        return _called(self, super().__call__, x, mask, residual)
 
 
-class GroupNorm(nnx.GroupNorm):
+class GroupNorm(_Norm, nnx.GroupNorm):
     """:class:`flax.nnx.GroupNorm` that saves its output, not its input, for the backward pass.
 
     Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
@@ -208,21 +206,17 @@ class GroupNorm(nnx.GroupNorm):
     # `convert` does not set this attribute, so converted modules use this value.
     activation: NormActivation | None = None
 
-    @conversion.arguments_of(nnx.GroupNorm)
+    @conversion.arguments_of(nnx.GroupNorm, _Norm.__init__)
     def __init__(
         self,
         num_features: int,
         num_groups: int | None = 32,
         group_size: int | None = None,
         *,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
         activation: NormActivation | None = None,
         **fields: Unpack[_GroupNormFields],
     ) -> None:
         super().__init__(num_features, num_groups, group_size, **fields)
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
         self.activation = activation
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
@@ -233,8 +227,7 @@ class GroupNorm(nnx.GroupNorm):
                 f"{self.num_groups * self.group_size} channels, the module's num_features, on its "
                 "last axis; transpose x, or make the module of as many as x has"
             )
-        functions, parameters = (layer_norm, add_layer_norm), (self.scale, self.bias)
-        return _called(self, functions, parameters, super().__call__, x, mask, None)
+        return _called(self, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nnx.Module):
@@ -315,14 +308,9 @@ class RMSNormDense(nnx.Module):
 
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """Return y or, with a residual, (y, h), like :func:`jaxnorm.rms_norm_linear`."""
-        stored = {
-            "scale": _value(self.norm.scale),
-            "kernel": _value(self.dense.kernel),
-            "bias": _value(self.dense.bias),
-        }
-        parameters = {name: a for name, a in stored.items() if a is not None}
+        parameters = _values(self.norm, "scale") | _values(self.dense, "kernel", "bias")
         return flax_modules.norm_and_dense(
-            dtypes, self.norm, parameters, x, residual, self.activation, self.dense.dtype
+            self.norm, parameters, x, residual, self.activation, self.dense.dtype
         )
 
 
@@ -403,9 +391,7 @@ def convert[Model](
       >>> type(model.layers[0]).__module__
       'jaxnorm.nnx'
     """
-    report = conversion.Report(
-        "nnx.convert", "Flax", nnx.Module, _CLASSES, save, implementation, calls
-    )
+    report = conversion.Report("nnx.convert", nnx.Module, _CLASSES, save, implementation, calls)
     modules = [
         (".".join(map(str, path)), node)
         for path, node in nnx.iter_graph(model, graph=True)
@@ -421,9 +407,7 @@ def convert[Model](
     for path, node in modules:
         change = report.change(node, path, _why_left, _why_input)
         if change is not None:
-            kind, saved = change
-            fields = Added(saved, implementation)._asdict() if saved else {}
-            changes.append((node, kind, fields))
+            changes.append((node, *change))
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
             parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
             report.note(type(node), path, parameters)
@@ -460,15 +444,14 @@ def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
 
 def _why_left(norm: Any) -> str | None:
     """Return the reason why a norm is left to Flax; None if it is converted."""
+    why = flax_modules.why_flax(norm, (norm.dtype, norm.param_dtype))
     # A GroupNorm has no `feature_axes`, because its features are always the last axis.
     feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
     reduction, features = (
         set(axes) if isinstance(axes, Sequence) else {axes}
         for axes in (norm.reduction_axes, feature_axes)
     )
-    if (
-        why := flax_modules.why_flax(norm, (norm.dtype, norm.param_dtype))
-    ) or reduction == features:
+    if why is not None or reduction == features:
         return why
     return f"feature_axes={feature_axes} are not reduction_axes={norm.reduction_axes}"
 
@@ -477,74 +460,42 @@ def _why_input(norm: Any) -> str | None:
     """Return the reason why a norm must save its input instead of its output, or None."""
     if norm.scale is None:
         return None
-    parameters = [norm.scale.get_value()]
-    if getattr(norm, "bias", None) is not None:
-        parameters.append(norm.bias.get_value())
-    return conversion.why_input(parameters, norm.dtype)
+    stored = norm.scale, getattr(norm, "bias", None)
+    return conversion.why_input([p.get_value() for p in stored if p is not None], norm.dtype)
 
 
 def _called(
-    norm: Any,
-    functions: tuple[Callable[..., Any], Callable[..., Any]],
-    stored: tuple[Any, ...],
-    flax_norm: Callable[..., Any],
-    x: Any,
-    mask: jax.Array | None,
-    residual: Any,
+    norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
 ) -> Any:
     """Run a call of a norm. Return y or, with a residual, (y, h).
 
-    Args:
-      norm: the module.
-      functions: two functions of jaxnorm. The first is for calls without a residual, the second for
-        calls with a residual.
-      stored: the module's `nnx.Param` objects or None, in the order of these functions.
-      flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
-      x, mask, residual: the operands of the call.
+    `flax_norm` is the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
     """
-    normal = x if residual is None else residual
-    promoted, *arrays = norm.promote_dtype((normal, *map(_value, stored)), dtype=norm.dtype)
-    parameters = dict(zip(("scale", "bias"), arrays))
-    operands = [a for a in (promoted, *arrays) if a is not None]
-    place: Any = None
-    if not flax_modules.why_flax(norm, [a.dtype for a in operands], mask):
-        place = _place(norm, promoted.shape)
+    normal, stored = x if residual is None else residual, _values(norm, "scale", "bias")
+    promoted, *arrays = norm.promote_dtype((normal, *stored.values()), dtype=norm.dtype)
+    place = None
+    if not flax_modules.why_flax(norm, [a.dtype for a in (promoted, *arrays)], mask):
+        place = flax_modules.place_of(norm, promoted.shape)
     if place is None:
         return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
-    if not isinstance(norm, nnx.GroupNorm):
-        parameters = {n: _shaped(norm, a, promoted, place) for n, a in parameters.items()}
-    summands = None if residual is None else (x, residual)
-    return flax_modules.normalised(dtypes, norm, place, functions, promoted, parameters, summands)
-
-
-def _place(norm: Any, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
-    """Return the axes, or the `Groups` of a GroupNorm; None if Flax's code must run."""
-    if isinstance(norm, nnx.GroupNorm):
-        return flax_modules.groups_of(norm, shape, norm.num_groups)
-    name = type(norm).__name__
-    return flax_modules.shared_axes(name, norm.reduction_axes, norm.feature_axes, shape)
-
-
-def _value(parameter: Any) -> jax.Array | None:
-    """Return the array of a parameter, or None if there is no parameter."""
-    return None if parameter is None else parameter[...]
-
-
-def _shaped(
-    module: Any, parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]
-) -> jax.Array | None:
-    """Reshape a parameter, which Flax stores as a vector, to the sizes of the feature axes."""
-    if parameter is None:
-        return None
-    shape = tuple(x.shape[a] for a in axes)
-    if math.prod(shape) != parameter.size:
-        name = type(module).__name__
+    features = math.prod(place.parameter)
+    if any(a.size != features for a in arrays):
+        name = type(norm).__name__
         raise ValueError(
-            f"{name}: x has shape {x.shape}, with {math.prod(shape)} features on its axes {axes}; "
-            f"expected {module.num_features}, the module's num_features; make it "
-            f"{name}({math.prod(shape)}, ...)"
+            f"{name}: x has shape {promoted.shape}, with {features} features on its axes "
+            f"{place.axes}; expected {norm.num_features}, the module's num_features; make it "
+            f"{name}({features}, ...)"
         )
-    return parameter.reshape(shape)
+    x = promoted if residual is None else x
+    dtype = flax_modules.result_dtype(norm.dtype, promoted, *arrays)
+    parameters = dict(zip(stored, arrays))
+    return flax_modules.normalised(norm, place, x, residual, parameters, dtype)
+
+
+def _values(module: Any, *names: str) -> dict[str, jax.Array]:
+    """Return the arrays of those of the named parameters that a module has."""
+    parameters = {name: getattr(module, name, None) for name in names}
+    return {name: parameter[...] for name, parameter in parameters.items() if parameter is not None}
 
 
 def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:

@@ -387,34 +387,61 @@ def test_an_error_leaves_the_model_unconverted(place):
     assert {key: (type(node), vars(node)) for key, node in model.items()} == before
 
 
-def test_subclasses_are_left(caplog):
-    """Subclasses may override code, so they are not converted, and the log names them."""
+def subclasses(base):
+    """Return subclasses of a norm class whose bodies add nothing, and some that add something."""
 
-    class OfNnxNorm(nnx.LayerNorm):
-        def __init__(self):
-            """Set no attribute of Flax's class."""
+    class Documented(base):
+        """A class with nothing but a docstring."""
 
-    class OfLinenNorm(nn.RMSNorm):
-        epsilon: float = 1e-3
-
-    class OfEquinoxNorm(eqx.nn.LayerNorm):
+    class Again(Documented):
         pass
 
-    norms = OfNnxNorm(), OfEquinoxNorm(4)
-    assert type(jaxnorm.nnx.convert(norms[0])) is OfNnxNorm
-    assert jaxnorm.equinox.convert(norms[1]) is norms[1]
-    with jaxnorm.linen.converted():
-        x = normal((4, WIDTH))
-        assert norms_in(OfLinenNorm().init_with_output, jax.random.key(0), x) == 0
-    bases = "Flax's LayerNorm", "equinox's LayerNorm", "Flax's RMSNorm"
-    for record, kind, base in zip(
-        caplog.records, (OfNnxNorm, OfEquinoxNorm, OfLinenNorm), bases, strict=True
-    ):
-        name = kind.__name__
-        assert record.getMessage().endswith(
-            f"the module itself ({name} is a subclass of {base}). To convert such classes, pass "
-            f"calls={{{name}: function}}"
+    class Mixin:
+        pass
+
+    class Mixed(Mixin, base):
+        pass
+
+    class WithMethod(base):
+        def features(self):
+            return 0
+
+    class WithField(base):
+        epsilon: float = 1e-3
+
+    class OfMethod(WithMethod):
+        pass
+
+    # Python 3.14 has such attributes instead of `__annotations__`.
+    body = {"__module__": __name__, "__annotate_func__": None, "__annotations_cache__": {}}
+    made = type(base)("Made", (base,), {}), type(base)("Annotated", (base,), body)
+    empty, others = (Documented, Again, *made), (Mixed, WithMethod, WithField, OfMethod)
+    return ({kind.__name__: kind for kind in kinds} for kinds in (empty, others))
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+def test_subclasses(library, caplog):
+    """Norms of subclasses with an empty body are converted; others may override code."""
+    base = {"nnx": nnx.LayerNorm, "linen": nn.LayerNorm, "equinox": eqx.nn.LayerNorm}[library]
+    empty, others = subclasses(base)
+    x = normal((4, WIDTH))
+    for name, kind in (empty | others).items():
+        caplog.clear()
+        if library == "linen":
+            with jaxnorm.linen.converted():
+                program = jax.make_jaxpr(kind().init_with_output)(jax.random.key(0), x)
+            is_converted = "jaxnorm.layer_norm" in str(program)
+        else:
+            norm = kind(WIDTH, rngs=nnx.Rngs(0)) if library == "nnx" else kind(WIDTH)
+            convert = getattr(jaxnorm, library).convert
+            is_converted = type(convert(norm)).__module__ == f"jaxnorm.{library}"
+        assert is_converted == (name in empty), name
+        package = "equinox" if library == "equinox" else "Flax"
+        assert is_converted or message_of(caplog).endswith(
+            f"the module itself ({name} is a subclass of {package}'s LayerNorm, with code of its "
+            f"own). To convert such classes, pass calls={{{name}: function}}"
         )
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def convert(library, calls):

@@ -140,7 +140,7 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
     error = 6 * SAFETY * unit_roundoff("float32") * (math.sqrt(64) + 8) * size
     assert np.abs(y - Several().apply(variables, x)).max() <= error
     norms = [
-        "scaled (Scaled is a subclass of Flax's RMSNorm)",
+        "scaled (Scaled is a subclass of Flax's RMSNorm, with code of its own)",
         "masked (a mask)",
         "instance (feature_axes=-1 are not reduction_axes=(0, 1))",
         "half (force_float32_reductions=False)",

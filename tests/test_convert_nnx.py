@@ -202,7 +202,7 @@ def test_norms_that_are_left_are_named_in_one_line(caplog):
             assert type(norm) is kinds[key]
     assert own.save == "input"
     norms = [
-        "scaled (Scaled is a subclass of Flax's RMSNorm)",
+        "scaled (Scaled is a subclass of Flax's RMSNorm, with code of its own)",
         "synchronised (axis_name='batch')",
         "instance (feature_axes=-1 are not reduction_axes=(1, 2))",
         "whole (dtypes complex64, float32)",

@@ -258,7 +258,7 @@ def test_norms_that_are_left_and_norms_that_keep_their_input(caplog):
     assert message_of(caplog) == (
         "jaxnorm.equinox.convert: 2 of 9 norms are left to equinox: "
         "integers (dtypes int32, int32); "
-        "scaled (Scaled is a subclass of equinox's RMSNorm). "
+        "scaled (Scaled is a subclass of equinox's RMSNorm, with code of its own). "
         '4 of 9 norms keep their input, as with save="input": '
         "half (scales too small for float16 in 1 of 4 columns); "
         "lost.* (scales of 0, or far below the bias, in 1 of 4 columns, 2 times); "

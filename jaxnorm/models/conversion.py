@@ -27,20 +27,21 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 
 def arguments_of[**P](
-    base: type, settings: Callable[..., None] | None = None
+    base: type, settings: Callable[..., None]
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Return a decorator that shows the arguments of `base` in the signature of an ``__init__``.
 
     The decorated ``__init__`` takes them as ``**fields`` and passes them on. `inspect.signature`
     and ``help`` then list all of them, with the defaults of the installed version of the package,
-    and the keyword arguments of `settings`, which is the decorated ``__init__`` by default.
+    and the keyword arguments of `settings` and of the decorated ``__init__``.
     """
 
     def with_signature(init: Callable[P, None]) -> Callable[P, None]:
         shown = dict(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
         shown = {name: p for name, p in shown.items() if p.kind is not p.VAR_KEYWORD}
-        own = inspect.signature(settings or init).parameters
-        shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
+        for function in (settings, init):
+            own = inspect.signature(function).parameters
+            shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
         vars(init)["__signature__"] = inspect.Signature([*shown.values()])
         return init
 
@@ -93,6 +94,15 @@ def _values(parameter: Any) -> np.ndarray | None:
     return parameter if is_known else None
 
 
+# The fields that jaxnorm's norm modules have, and Flax's and equinox's do not have.
+SETTINGS = ("save", "implementation", "scale_offset")
+
+
+def settings_of(norm: Any) -> dict[str, Any]:
+    """Return the values of the fields `SETTINGS` of one of jaxnorm's norm modules."""
+    return {name: getattr(norm, name) for name in SETTINGS}
+
+
 class Calls(dict[type, Callable[..., Any]]):
     """The argument ``calls`` of a conversion: maps a class to what replaces its ``__call__``.
 
@@ -137,27 +147,30 @@ class Calls(dict[type, Callable[..., Any]]):
 class Report:
     """The checked arguments of a conversion, and a record of what it does with a model's modules.
 
-    `log` logs the record as one line. The dicts map paths of modules to reasons, or to the names of
-    classes.
+    `log` logs the record as one line.
 
     Attributes:
+      save: the user's `save` mode.
       calls: the user's functions.
-      modules: full names of the classes of all modules.
-      has_norms: True if there is a norm of the package's classes or of jaxnorm's.
+      kinds: classes of all modules.
       norms: paths of the package's norms.
-      left: norms that keep the package's code.
-      kept: norms that save their input instead of their output.
-      unknown: norms whose parameters were not found in the values that the user has passed.
-      applied: modules whose ``__call__`` is replaced by a function of ``calls``.
-      subclasses: modules of subclasses of classes in ``calls``. They are not changed.
-      others: modules of the user's own norm classes, which are not in ``calls``.
-      own: names of the user's norm classes that are not converted.
+      kept: maps norms that save their input instead of their output to reasons. The keys of this
+        dict and of the next ones are paths.
+      left: maps norms that keep the package's code to reasons.
+      unknown: maps norms whose parameters were not found in the values that the user has passed to
+        a text that says so.
+      applied: maps modules whose ``__call__`` is replaced by a function of ``calls`` to the names
+        of their classes.
+      subclasses: maps modules of subclasses of classes in ``calls``, which are not changed, to a
+        text that says so.
+      own: maps norms of the user's own subclasses of the package's norms, which are not converted,
+        to the names of the classes.
+      others: maps norms of the user's other classes to the names of the classes.
     """
 
     def __init__(
         self,
         function: str,
-        package: str,
         base: type,
         classes: Mapping[type, type],
         save: Save,
@@ -168,7 +181,6 @@ class Report:
 
         Args:
           function: name of the conversion, such as "nnx.convert".
-          package: name of the package, such as "Flax".
           base: the base class of the package's modules.
           classes: maps the norm classes of the package to jaxnorm's.
           save, implementation, calls: the user's arguments.
@@ -177,56 +189,50 @@ class Report:
         checks.one_of(name, "save", save, checks.SAVE_MODES)
         checks.implementation(name, implementation)
         self.calls = Calls(name, calls, base, library)
-        self._function, self._package, self._classes = function, package, classes
-        self._save = save
-        self.modules: set[str] = set()
-        self.has_norms = False
+        self._function, self._classes = function, classes
+        self._package = "equinox" if library == "equinox" else "Flax"
+        self.save, self._implementation = save, implementation
+        self.kinds: set[type] = set()
         self.norms: set[str] = set()
-        self.left: dict[str, str] = {}
-        self.kept: dict[str, str] = {}
-        self.unknown: dict[str, str] = {}
-        self.applied: dict[str, str] = {}
-        self.subclasses: dict[str, str] = {}
-        self.others: dict[str, str] = {}
-        self.own: dict[str, None] = {}
+        self.left, self.kept, self.unknown = dict[str, str](), dict[str, str](), dict[str, str]()
+        self.applied, self.subclasses = dict[str, str](), dict[str, str]()
+        self.own, self.others = dict[str, str](), dict[str, str]()
 
     def function_of(self, kind: type, path: str) -> Callable[..., Any] | None:
         """Record a module of class `kind`; return what replaces its ``__call__``, or None."""
         kind = original(kind)
-        self.modules.add(_full_name(kind))
+        self.kinds.add(kind)
+        base = next((k for k in self.calls if issubclass(kind, k)), None)
         if kind in self.calls:
             self.applied[path] = kind.__name__
-            return self.calls[kind]
-        base = next((k for k in self.calls if issubclass(kind, k)), None)
-        if base is not None and not kind.__module__.startswith("jaxnorm"):
+        elif base is not None and not kind.__module__.startswith("jaxnorm"):
             why = f"{kind.__name__} is a subclass of {base.__name__}, which calls has"
             self.subclasses[path] = why
-        return None
+        return self.calls.get(kind)
 
-    def is_convertible(self, module: Any, path: str) -> bool:
-        """Return True for a norm of the package, unless it is of a subclass of one in ``calls``."""
-        is_norm = isinstance(module, tuple(self._classes))
-        self.has_norms |= is_norm
-        is_ours = isinstance(module, tuple(self._classes.values()))
-        return is_norm and not is_ours and path not in self.subclasses
+    def converted_class(
+        self, module: Any, path: str, why_left: Callable[[Any], str | None]
+    ) -> type | None:
+        """Record a module if it is a norm of the package; return its new class, or None.
 
-    def is_left(self, norm: Any, path: str, why_left: Callable[[Any], str | None]) -> bool:
-        """Record a norm of the package; return True if it is left to the package.
-
-        A subclass may override code, so its norms are left. `why_left` returns the reason to leave
-        another norm, or None.
+        A subclass may override code, so its norms are left to the package, unless its body is
+        empty. `why_left` returns the reason to leave another norm, or None.
         """
+        base = next((base for base in self._classes if isinstance(module, base)), None)
+        if base is None or isinstance(module, self._classes[base]) or path in self.subclasses:
+            return None
         self.norms.add(path)
-        kind = type(norm)
-        if kind in self._classes:
-            why = why_left(norm)
+        kind = type(module)
+        if all(map(_adds_nothing, kind.__mro__[: kind.__mro__.index(base)])):
+            why = why_left(module)
         else:
-            base = next(base for base in self._classes if isinstance(norm, base))
-            why = f"{kind.__name__} is a subclass of {self._package}'s {base.__name__}"
-            self.own[kind.__name__] = None
-        if why is not None:
-            self.left[path] = why
-        return why is not None
+            self.own[path] = kind.__name__
+            why = f"{kind.__name__} is a subclass of {self._package}'s {base.__name__}, with code"
+            why += " of its own"
+        if why is None:
+            return self._classes[base]
+        self.left[path] = why
+        return None
 
     def change(
         self,
@@ -234,21 +240,29 @@ class Report:
         path: str,
         why_left: Callable[[Any], str | None],
         why_input: Callable[[Any], str | None],
-    ) -> tuple[type, Save | None] | None:
-        """Record a module of a model; return its new class, and the `save` mode of a norm.
+    ) -> tuple[type, dict[str, Any]] | None:
+        """Record a module of a model; return its new class and the fields to add to it.
 
-        The result is None if the module is not changed. The mode is the user's, unless `why_input`
-        returns a reason against "output".
+        The result is None if the module is not changed. `why_input` returns the reason why a norm
+        must save its input, or None.
         """
         function = self.function_of(type(module), path)
         if function is not None:
-            return with_call(type(module), function), None
-        if not self.is_convertible(module, path) or self.is_left(module, path, why_left):
+            return with_call(type(module), function), {}
+        kind = self.converted_class(module, path, why_left)
+        if kind is None:
             return None
-        why = why_input(module) if self._save == "output" else None
-        if why is not None:
-            self.kept[path] = why
-        return self._classes[type(module)], self._save if why is None else "input"
+        return kind, self.settings(path, why_input(module) if self.save == "output" else None)
+
+    def settings(self, path: str, why_input: str | None) -> dict[str, Any]:
+        """Return the fields `SETTINGS` of a converted norm; record it if it must save its input.
+
+        `why_input` is the reason why it must, or None.
+        """
+        if why_input is not None:
+            self.kept[path] = why_input
+        save = self.save if why_input is None else "input"
+        return dict(zip(SETTINGS, (save, self._implementation, 0.0)))
 
     def note(self, kind: type, path: str, parameters: Iterable[Any]) -> None:
         """Record a module without submodules if it is a norm, and the user defines its class.
@@ -258,9 +272,9 @@ class Report:
         """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
-        is_new = path not in self.norms and path not in self.subclasses
-        is_named = is_own and is_new and kind.__name__.lower().endswith("norm")
-        if is_named and all(np.ndim(a) <= 2 for a in parameters):
+        is_new = path not in self.subclasses and not issubclass(kind, tuple(self._classes))
+        is_named = kind.__name__.lower().endswith("norm")
+        if is_own and is_new and is_named and all(np.ndim(a) <= 2 for a in parameters):
             self.others[path] = kind.__name__
 
     def log(self, none: str) -> None:
@@ -270,24 +284,24 @@ class Report:
         functions of ``calls``. `none` is the text for a model that has no norm of the package.
         """
         of = f"of {len(self.norms)} norms"
-        absent = [k.__name__ for k in self.calls if _full_name(k) not in self.modules]
+        has_norms = any(issubclass(kind, tuple(self._classes)) for kind in self.kinds)
+        absent = [k.__name__ for k in self.calls if k not in self.kinds]
         names = collections.Counter(self.others.values())
         counts = ", ".join(f"{name} ({count})" for name, count in names.items())
-        to_convert = ", ".join(f"{n}: function" for n in {**self.own, **names})
-        kept = 'keep their input, as with save="input"'
+        to_convert = [f"{n}: function" for n in dict.fromkeys((*self.own.values(), *names))]
         lists = {
             f"{of} are left to {self._package}": self.left,
-            f"{of} {kept}": self.kept,
+            f'{of} keep their input, as with save="input"': self.kept,
             f"{of} were not looked at": self.unknown,
             "modules are left as they are": self.subclasses,
         }
         sentences = {
             f"{none}; norms of other classes can call jaxnorm.layer_norm and jaxnorm.rms_norm, by "
-            "calls={class: function}": not (self.has_norms or self.applied),
+            "calls={class: function}": not (has_norms or self.applied),
             **{f"{len(paths)} {what}: {listed(paths)}": paths for what, paths in lists.items()},
             f"calls has classes that were not found: {', '.join(absent)}": absent,
             f"norms of other classes are left as they are: {counts}": names,
-            f"To convert such classes, pass calls={{{to_convert}}}": to_convert,
+            f"To convert such classes, pass calls={{{', '.join(to_convert)}}}": to_convert,
         }
         said = [sentence for sentence, applies in sentences.items() if applies]
         level = logging.WARNING if said else logging.INFO
@@ -298,8 +312,25 @@ class Report:
             _LOGGER.log(level, "jaxnorm.%s: %s", self._function, ". ".join(said))
 
 
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _adds_nothing(kind: type) -> bool:
+    """Return True if a class has one base class, and an empty body: neither methods nor fields."""
+    base, *others = kind.__bases__
+    empty = _empty_subclass(base)
+    names = vars(kind).keys() - vars(empty).keys()
+    fields, of_empty = (getattr(k, "__dataclass_fields__", {}).keys() for k in (kind, empty))
+    # Annotations that are no fields have no effect.
+    is_empty = fields == of_empty and all(name.startswith("__annot") for name in names)
+    return is_empty and not others
+
+
+@functools.cache
+def _empty_subclass(base: type) -> type:
+    """Return a class with an empty body. It has the attributes that Python and `base` add."""
+
+    class Empty(base):  # type: ignore[misc]
+        """A class with nothing but a docstring."""
+
+    return Empty
 
 
 def identity(function: Any) -> Any:
