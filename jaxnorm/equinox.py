@@ -223,9 +223,7 @@ def convert[Model](
       >>> type(model[0]).__module__
       'jaxnorm.equinox'
     """
-    report = conversion.Report(
-        "equinox.convert", eqx.Module, _CONVERTED, save, implementation, calls
-    )
+    report = conversion.Report("equinox.convert", eqx.Module, _CLASSES, save, implementation, calls)
     if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
         raise TypeError(
             f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
@@ -248,11 +246,7 @@ def convert[Model](
     return model
 
 
-_CONVERTED: dict[type, type] = {
-    eqx.nn.LayerNorm: LayerNorm,
-    eqx.nn.RMSNorm: RMSNorm,
-    eqx.nn.GroupNorm: GroupNorm,
-}
+_CLASSES = {eqx.nn.LayerNorm: LayerNorm, eqx.nn.RMSNorm: RMSNorm, eqx.nn.GroupNorm: GroupNorm}
 
 
 def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree:
@@ -272,17 +266,15 @@ def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree
         children, structure = jax.tree_util.tree_flatten_with_path(
             node, is_leaf=lambda child: child is not node and _is_module(child)
         )
-        old = [child for _, child in children]
         visited = [
             visit(child, _joined(path, key)) if _is_module(child) and child is not node else child
             for key, child in children
         ]
-        is_same = all(a is b for a, b in zip(visited, old))
+        is_same = all(after is before for after, (_, before) in zip(visited, children))
         made = node if is_same else jax.tree.unflatten(structure, visited)
-        if not _is_module(node):
-            return made
-        replaced = replace(made, node, path)
-        return new.setdefault(id(node), replaced)
+        if _is_module(node):
+            made = new.setdefault(id(node), replace(made, node, path))
+        return made
 
     return visit(model, "")
 

@@ -37,8 +37,8 @@ __all__ = [
 dot_product_attention.__module__ = __name__  # Users import it from this module.
 
 
-class _NormFields(TypedDict, total=False):
-    """The arguments that Flax's three norm classes share, and those that jaxnorm adds."""
+class _RMSNormFields(TypedDict, total=False):
+    """The arguments of RMSNorm that Flax's class has, and those that jaxnorm adds."""
 
     save: Save
     implementation: Name | None
@@ -48,6 +48,8 @@ class _NormFields(TypedDict, total=False):
     param_dtype: DTypeLike
     use_scale: bool
     scale_init: nnx.Initializer
+    reduction_axes: flax_modules.Axes | None
+    feature_axes: flax_modules.Axes
     axis_name: str | None
     axis_index_groups: Any
     use_fast_variance: bool
@@ -56,31 +58,16 @@ class _NormFields(TypedDict, total=False):
     scale_metadata: Mapping[str, Any]
 
 
-class _RMSNormFields(_NormFields, total=False):
-    reduction_axes: flax_modules.Axes
-    feature_axes: flax_modules.Axes
+class _NormFields(_RMSNormFields, total=False):
+    """The arguments of LayerNorm and GroupNorm. At run time, GroupNorm has no feature_axes."""
 
-
-class _BiasFields(TypedDict, total=False):
     use_bias: bool
     bias_init: nnx.Initializer
     bias_metadata: Mapping[str, Any]
 
 
-class _LayerNormFields(_RMSNormFields, _BiasFields, total=False):
-    pass
-
-
-class _GroupNormFields(_NormFields, _BiasFields, total=False):
-    reduction_axes: flax_modules.Axes | None
-
-
 class _Norm(nnx.Module):
     """Has the fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
-
-    save: Save
-    implementation: Name | None
-    scale_offset: float
 
     def __init__(
         self,
@@ -123,7 +110,7 @@ class LayerNorm(_Norm, nnx.LayerNorm):
     """
 
     @conversion.arguments_of(nnx.LayerNorm, _Norm.__init__)
-    def __init__(self, num_features: int, **fields: Unpack[_LayerNormFields]) -> None:
+    def __init__(self, num_features: int, **fields: Unpack[_NormFields]) -> None:
         super().__init__(num_features, **fields)
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
@@ -214,7 +201,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
         group_size: int | None = None,
         *,
         activation: NormActivation | None = None,
-        **fields: Unpack[_GroupNormFields],
+        **fields: Unpack[_NormFields],
     ) -> None:
         super().__init__(num_features, num_groups, group_size, **fields)
         self.activation = activation
@@ -416,11 +403,7 @@ def convert[Model](
     return model
 
 
-_CLASSES: dict[type, type] = {
-    nnx.LayerNorm: LayerNorm,
-    nnx.RMSNorm: RMSNorm,
-    nnx.GroupNorm: GroupNorm,
-}
+_CLASSES = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm, nnx.GroupNorm: GroupNorm}
 
 
 def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
@@ -446,14 +429,11 @@ def _why_left(norm: Any) -> str | None:
     """Return the reason why a norm is left to Flax; None if it is converted."""
     why = flax_modules.why_flax(norm, (norm.dtype, norm.param_dtype))
     # A GroupNorm has no `feature_axes`, because its features are always the last axis.
-    feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
-    reduction, features = (
-        set(axes) if isinstance(axes, Sequence) else {axes}
-        for axes in (norm.reduction_axes, feature_axes)
-    )
-    if why is not None or reduction == features:
+    reduced, features = norm.reduction_axes, getattr(norm, "feature_axes", norm.reduction_axes)
+    if why is not None or reduced == features:
         return why
-    return f"feature_axes={feature_axes} are not reduction_axes={norm.reduction_axes}"
+    is_same = {*flax_modules.each(reduced)} == {*flax_modules.each(features)}
+    return None if is_same else f"feature_axes={features} are not reduction_axes={reduced}"
 
 
 def _why_input(norm: Any) -> str | None:

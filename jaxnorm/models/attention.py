@@ -9,45 +9,45 @@ import numpy as np
 from jaxnorm.operations.softmax import filled_softmax
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
+# The arguments of Flax's attention functions for dropout: dropout_rng, dropout_rate,
+# broadcast_dropout and deterministic.
+Dropout = tuple[jax.Array | None, float, bool, bool]
+
 
 def attend(
     weights: jax.Array,
     value: jax.Array,
+    dropout: Dropout,
     *,
     einsum: Callable[..., jax.Array],
     sow: Callable[[jax.Array], object] | None,
-    dropout_rng: jax.Array | None,
-    rate: float,
-    broadcast: bool,
-    deterministic: bool,
-    dtype: np.dtype,
 ) -> jax.Array:
     """Return the matmul of attention weights and values, with Flax's dropout of the weights.
 
     Args:
       weights: array ``(batch..., heads, q_length, kv_length)``.
-      value: array ``(batch..., kv_length, kv_heads, depth)``. In grouped-query attention, several
-        heads of the weights share a head of the values.
+      value: array ``(batch..., kv_length, kv_heads, depth)``, in the dtype of the computation. In
+        grouped-query attention, several heads of the weights share a head of the values.
+      dropout: Flax's arguments of dropout. With broadcast_dropout, all batch elements and heads
+        share one mask.
       einsum: function with the arguments of `jnp.einsum`, for the matmul.
       sow: function that is called with the weights before dropout, or None.
-      dropout_rng, rate, broadcast, deterministic: Flax's arguments of dropout. If `broadcast` is
-        True, all batch elements and heads share one mask.
-      dtype: dtype of the computation.
     """
     if sow is not None:
         sow(weights)
+    rng, rate, broadcast, deterministic = dropout
     if not (deterministic or rate == 0.0):
         if not 0.0 < rate < 1.0:
             raise ValueError(
                 f"dot_product_attention: dropout_rate={rate!r}; expected 0 <= rate < 1"
             )
-        if dropout_rng is None:
+        if rng is None:
             raise ValueError(
                 "dot_product_attention: dropout_rate > 0 and deterministic=False need a dropout_rng"
             )
         batch = (1,) * (weights.ndim - 2) if broadcast else weights.shape[:-2]
-        keep = jax.random.bernoulli(dropout_rng, 1.0 - rate, batch + weights.shape[-2:])
-        weights = weights * (keep.astype(dtype) / jnp.asarray(1.0 - rate, dtype=dtype))
+        keep = jax.random.bernoulli(rng, 1.0 - rate, batch + weights.shape[-2:])
+        weights = weights * (keep.astype(value.dtype) / jnp.asarray(1.0 - rate, value.dtype))
     heads, groups = weights.shape[-3], value.shape[-2]
     if heads == groups:
         return einsum("...hqk,...khd->...qhd", weights, value)

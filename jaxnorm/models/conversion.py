@@ -172,7 +172,7 @@ class Report:
         self,
         function: str,
         base: type,
-        classes: Mapping[type, type],
+        classes: Mapping[Any, type],
         save: Save,
         implementation: Name | None,
         calls: Any,
@@ -433,17 +433,13 @@ def listed(modules: Mapping[str, str]) -> str:
     Modules whose paths and reasons differ only in numbers share an entry, so that the text has one
     entry for each kind of module in a model of many layers.
     """
-    groups: dict[tuple[str, ...], dict[str, str]] = {}
-    for path, why in modules.items():
-        pattern = tuple(re.sub(r"\d+", "*", text) for text in (path, why))
-        groups.setdefault(pattern, {})[path] = why
+    groups = collections.defaultdict[tuple[str, ...], list[tuple[str, str]]](list)
+    for module in modules.items():
+        groups[tuple(re.sub(r"\d+", "*", text) for text in module)].append(module)
     entries = []
-    for (path, why), members in groups.items():
-        if len(members) == 1:
-            ((path, why),) = members.items()
-            entries.append(f"{path or 'the module itself'} ({why})")
-        else:
-            same = {*members.values()}
-            why = same.pop() if len(same) == 1 else why
-            entries.append(f"{path} ({why}, {len(members)} times)")
+    for pattern, members in groups.items():
+        same = ({*texts} for texts in zip(*members))
+        path, why = (t.pop() if len(t) == 1 else p for t, p in zip(same, pattern))
+        times = f", {len(members)} times" if len(members) > 1 else ""
+        entries.append(f"{path or 'the module itself'} ({why}{times})")
     return "; ".join(entries)

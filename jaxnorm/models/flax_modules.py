@@ -54,7 +54,7 @@ def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
     name = type(norm).__name__
     if not is_group_norm(norm):
         reduced, features = (
-            tuple(sorted({checks.axes(name, axis, shape)[0] for axis in _each(axes)}))
+            tuple(sorted({checks.axes(name, axis, shape)[0] for axis in each(axes)}))
             for axes in (norm.reduction_axes, norm.feature_axes)
         )
         sizes = tuple(shape[axis] for axis in reduced)
@@ -78,7 +78,8 @@ def is_group_norm(norm: Any) -> bool:
     return hasattr(norm, "num_groups")
 
 
-def _each(axes: Axes) -> Sequence[int]:
+def each(axes: Axes) -> Sequence[int]:
+    """Return a sequence of axes."""
     return axes if isinstance(axes, Sequence) else (axes,)
 
 

@@ -81,28 +81,7 @@ def dot_product_attention(
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     attention.check_shapes(query, key, value, groups=True)
-    return attention.attend(
-        _weights(query, key, bias, mask, precision, is_causal),
-        value,
-        einsum=functools.partial(jnp.einsum, precision=precision),
-        sow=module and functools.partial(module.sow, nnx.Intermediate, "attention_weights"),
-        dropout_rng=dropout_rng,
-        rate=dropout_rate,
-        broadcast=broadcast_dropout,
-        deterministic=deterministic,
-        dtype=query.dtype,
-    )
-
-
-def _weights(
-    query: jax.Array,
-    key: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    precision: Any,
-    is_causal: bool,
-) -> jax.Array:
-    scale, fill, dtype = query.shape[-1] ** -0.5, _FILL, query.dtype
+    scale, dtype = query.shape[-1] ** -0.5, query.dtype
     lengths = query.shape[-3], key.shape[-3]
     # If there is no other mask than the causal one, each query has an unmasked key. Then a fill of
     # -inf gives the same weights as `_FILL`, and kernels can skip masked entries.
@@ -113,15 +92,23 @@ def _weights(
         mask = causal if mask is None else jnp.logical_and(mask, causal)
     shape = (*query.shape[:-3], query.shape[-2], *lengths)
     if is_supported and attention.fits(bias, shape, FLOAT_DTYPES) and attention.fits(mask, shape):
-        return attention_weights(
+        weights = attention_weights(
             query,
             key,
             None if mask is None else jnp.asarray(mask, bool),
             bias,
             scale=scale,
-            fill=-math.inf if only_causal else fill,
+            fill=-math.inf if only_causal else _FILL,
             causal=only_causal,
             precision=precision,
         )
-    logits = logits_of(precision, query, key) * scale
-    return attention.masked_softmax(logits, bias, mask, fill=fill, dtype=dtype)
+    else:
+        logits = logits_of(precision, query, key) * scale
+        weights = attention.masked_softmax(logits, bias, mask, fill=_FILL, dtype=dtype)
+    return attention.attend(
+        weights,
+        value,
+        (dropout_rng, dropout_rate, broadcast_dropout, deterministic),
+        einsum=functools.partial(jnp.einsum, precision=precision),
+        sow=module and functools.partial(module.sow, nnx.Intermediate, "attention_weights"),
+    )
