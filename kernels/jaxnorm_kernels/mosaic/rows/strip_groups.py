@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.launch import inline
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPS,
@@ -37,13 +37,11 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     with_registers,
 )
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils, vector
-from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store_some, store_where
+from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store_where
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
     """Replace each element by the sum over its group, which has `group` neighbouring elements."""
-    if is_interpreted():
-        return jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group)
 
     def summed(register: Any) -> Any:
         (size,) = ir.VectorType(register.type).shape
@@ -60,9 +58,10 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
             distance *= 2
         return vector.broadcast(register.type, total)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, layout),
+    @inline(
+        lambda stat: jnp.repeat(jnp.sum(stat.reshape(-1, group), axis=1), group),
+        (layout,),
+        plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, layout),
     )
     def sum_up(context: Any, value: Any) -> Any:
         return with_registers(value, [summed(r) for r in value.registers.flat])
@@ -76,13 +75,12 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
     The ref is in global memory, with the shape ``(width / group,)``.
     """
     (groups,) = ref.shape
-    if is_interpreted():
-        return jnp.repeat(load(ref, layout), group)
     threads, f32 = groups * group // vector_width, ir.F32Type.get
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((groups * group,), jnp.float32, layout),
+    @inline(
+        lambda ref: jnp.repeat(load(ref, layout), group),
+        (plgpu.RefType(),),
+        plgpu.ShapeDtypeStruct((groups * group,), jnp.float32, layout),
     )
     def read(context: Any, ref: Any) -> Any:
         values = [llvm.load(f32(), at) for at in _addresses(ref, group, vector_width, threads)]
@@ -104,12 +102,9 @@ def store_of_groups(
 
     All threads of a group store the same value.
     """
-    if is_interpreted():
-        store(ref, stat[::group])
-        return
     threads = stat.shape[0] // vector_width
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    @inline(lambda ref, stat: store(ref, stat[::group]), (plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
         elements = mgpu.elements_of(value.registers.item())
         for at, address in enumerate(_addresses(ref, group, vector_width, threads)):
@@ -177,16 +172,10 @@ def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
     indices from ``span.first`` to ``span.end - 1``, which form complete groups.
     """
     group = jnp.int32(span.group)
-    if is_interpreted():
-        first = lax.div(span.first, group)
-        at = (first + jnp.arange(span.width // span.group, dtype=jnp.int32)) * group - span.start
-        values = stat[jnp.clip(at, 0, span.width - 1)]
-        store_some(ref, first, values, jnp.int32(0), lax.div(span.end, group) - first)
-        return
     inner = span.inner()
     groups = lax.div(inner, group)
     is_stored = (groups * group == inner) & (inner >= span.first) & (inner < span.end)
-    store_each(ref, jnp.int32(0), stat, jnp.where(is_stored, groups, jnp.int32(-1)), span.layout)
+    store_each(ref, jnp.where(is_stored, groups, jnp.int32(-1)), stat, span.layout)
 
 
 def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
@@ -195,13 +184,8 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
     The range is ``[span.first, span.end)``. Values are rounded to the dtype of `ref`. The shape of
     `value` is ``(4, columns of a warp, width)``. `ref` is ``(columns, width)``, in global memory.
     """
-    if is_interpreted():
-        first, end = span.first - span.start, span.end - span.start
-        store_some(ref, 0, value, -first, end - first)
-        return
     inner = span.start + lax.broadcasted_iota(jnp.int32, value.shape, 2)
-    inside = (inner >= span.first) & (inner < span.end)
-    store_where(ref.reshape(*value.shape), value, inside, layout)
+    store_where(ref, value, inner, span.first, span.end, layout)
 
 
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
@@ -212,16 +196,19 @@ def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
     ref in shared memory.
     """
     group, width, v = span.group, span.width, span.vector
-    if is_interpreted():
+
+    def reference(scratch: Ref, stat: jax.Array, start: jax.Array) -> jax.Array:
         groups = lax.div(span.inner(), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
+
     # Maximum number of groups that overlap a thread's vector. The first and the last of these
     # groups are counted, too, although the vector may contain only a part of them.
     count, f32 = (v - 1) // group + 2, ir.F32Type.get
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), span.layout, plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, span.layout),
+    @inline(
+        reference,
+        (plgpu.RefType(), span.layout, plgpu.Layout.WG_SPLAT),
+        plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, span.layout),
     )
     def sum_up(context: Any, scratch: Any, value: Any, start: Any) -> Any:
         start, thread = mgpu.Word(start.registers.item()), mgpu.thread()
