@@ -157,25 +157,21 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 
 # -------------------------------------------------------------------------------------------------
 # Loads and stores of ranges of elements that start or end within a thread's vector.
-#
-# `first` is the index of the first element in the ref, and `places` an int32 array with each
-# element's offset from it (see `flat_index`). Computing `places` takes about 40 operations, so
-# several loads and stores use the same `places`.
 
 
-def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
-    """Load elements ``first + places`` of an ``(n,)`` ref in global memory, one element at a time.
+def load_each(ref: Ref, index: jax.Array, layout: Layout) -> jax.Array:
+    """Load the elements of an ``(n,)`` ref in global memory at `index`, one element at a time.
 
-    `places` is an int32 array with the offset of each element from the index `first`. An element
-    whose index is outside the ref has an arbitrary value, because such indices are clamped.
+    An element whose index is outside the ref has an arbitrary value, because such indices are
+    clamped.
     """
     (size,) = ref.shape
-    index = jnp.clip(first + places, 0, size - 1)
+    index = jnp.clip(index, 0, size - 1)
 
     @inline(
         lambda ref, index: load(ref, None)[index],
         (plgpu.RefType(), layout),
-        plgpu.ShapeDtypeStruct(places.shape, ref.dtype, layout),
+        plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout),
     )
     def read(context: Any, ref: Any, index: Any) -> Any:
         kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))

@@ -255,7 +255,7 @@ class PipelinedNarrowRows:
 
     def tile(self, cols: int) -> RowTile:
         """Return the tile: how a warpgroup distributes `height` rows over its threads."""
-        return RowTile(cols, self.vector, threads=self.threads, height=self.height)
+        return RowTile(cols, self.vector, threads=self.threads, rows=self.height)
 
 
 def pipelined_narrow_rows_backward(
