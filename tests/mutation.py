@@ -5,9 +5,10 @@
     python tests/mutation.py --mutants 3,7 --tests tests/test_norm.py tests/test_every_derivative.py
 
 The 80 mutants are drawn with a fixed seed from the formulas and rules of XLA's code, the
-primitives, Mosaic, Triton, `auto_remat` and the linear losses. A mutant is killed if a test fails, and survives if all pass. It is
-equivalent, and not run, if it only turns off a check of lengths (`strict=True`). Each run stops at
-the first failure. Without ``--tests``, `COVERING` names the tests of the mutated file.
+primitives, Mosaic, Triton, `auto_remat` and the linear losses. A mutant is killed if a test fails,
+and survives if all pass. It is equivalent, and not run, if it only turns off a check of lengths
+(`strict=True`). Each run stops at the first failure. Without ``--tests``, `COVERING` names the
+tests of the mutated file.
 Kernels run in interpreters here. Triton's kernels need Triton: set ``--python`` to the path of a
 Python that can import Triton. The tests that compile them run after those that interpret them.
 """
