@@ -29,8 +29,9 @@ The logits are computed in chunks of rows, and a `Program` computes a chunk's re
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -287,8 +288,7 @@ def matmul_dtypes(
     return factors, asked
 
 
-@dataclasses.dataclass(frozen=True)
-class Over:
+class Over(NamedTuple):
     """The names of the mesh axes over which the arrays of a linear loss are sharded.
 
     The sharding of the work in the loop may differ from that of the user's arrays. Before the loop,
@@ -298,27 +298,15 @@ class Over:
     Attributes:
       rows: mesh axes over which the rows are sharded in the loop.
       classes: mesh axes over which the classes are sharded in the loop.
-      stored: two tuples of mesh axes, one for each axis of weight: d and V (the classes). The
-        user's weight is sharded along d over the mesh axes in the first tuple, and along V over
-        those in the second. In the loop, these mesh axes shard the rows instead. So weight is
-        gathered over them before the loop, and its gradient is reduce-scattered over them after the
-        loop.
-      gathered: one tuple of mesh axes for each row axis of x. (The row axes are all axes of x
-        except the last.) In the user's x, the mesh axes in a tuple shard its row axis. In the loop,
-        they shard the classes instead. So x is gathered over them before the loop, and its gradient
-        is reduce-scattered over them after the loop.
-      moved: one tuple of mesh axes for each row axis of x. In the user's x, the mesh axes in a
-        tuple shard d, the last axis. In the loop, they shard the tuple's row axis instead. They
-        come after (inside) all other mesh axes that shard this row axis. An all-to-all before the
-        loop gives each device fewer rows, but all of their d columns. Another all-to-all after the
-        loop reverses this for the gradient of x.
+      moves: for each kind of array that is not sharded like this, the steps of its transfer. A step
+        ``(axis, names, is_exchange)`` is an all-gather of the array's axis over the mesh axes
+        `names`, or an all-to-all: devices exchange their shards of the last axis for shards of the
+        axis `axis`, so that each has fewer rows, but all of their columns.
     """
 
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    stored: tuple[tuple[str, ...], ...] = ()
-    gathered: tuple[tuple[str, ...], ...] = ()
-    moved: tuple[tuple[str, ...], ...] = ()
+    moves: Mapping[str, Sequence[tuple[int, tuple[str, ...], bool]]] = MappingProxyType({})
 
 
 # ------------------------------------------------------------------------ the loss of a chunk

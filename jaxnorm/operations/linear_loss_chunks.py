@@ -72,19 +72,20 @@ def run(
         differentiates this function.
     """
     by_name = dict(zip(head.primals, arrays))
-    dtype, _ = head.dtypes
 
-    def gathered(kind: str, a: jax.Array) -> jax.Array:
-        if kind == "x":
-            # Inside `jax.shard_map`, the type of the gathered x must say that x is replicated over
-            # the gathered mesh axes ("invarying"). In code for XLA's partitioner, types have no
-            # mesh axes, so the type stays as it is.
-            is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
-            to = "invarying" if is_typed else "varying"
-            return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
-        return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
+    def moved(a: jax.Array, kind: str) -> jax.Array:
+        for axis, names, is_exchange in over.moves.get(kind, ()):
+            if is_exchange:
+                a = lax.all_to_all(a, names, axis, a.ndim - 1, tiled=True)
+            else:
+                a = lax.all_gather(a, names, axis=axis, tiled=True)
+        return a
 
-    whole = [*map(gathered, head.kinds_taken, arrays)]
+    def narrow(a: jax.Array) -> jax.Array:  # Devices then exchange fewer bytes.
+        return a.astype(min(a.dtype, head.dtypes[0], key=lambda dtype: dtype.itemsize))
+
+    pairs = zip(arrays, head.kinds_taken)
+    whole = [moved(narrow(a), kind) if over.moves.get(kind) else a for a, kind in pairs]
     lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
@@ -107,70 +108,15 @@ def run(
         if name not in by_name:
             return launching.own_buffer(a)
         # `a` is a gradient, and each device has a partial sum over its shard of classes or rows.
-        if kind == "x":
-            a = _scattered(_moved_back(a, over), over.classes, over.gathered)
-        elif kind != "row":
-            a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
-        return a.astype(head.gradient_dtype(by_name[name].dtype))
+        sums = over.classes if kind == "x" else () if kind == "row" else over.rows
+        if moves := over.moves.get(kind):
+            # The transpose of an all-gather is a reduce-scatter.
+            given, _ = sharding.vary_alike([by_name[name].astype(a.dtype), a])
+            (a,) = jax.linear_transpose(functools.partial(moved, kind=kind), given)(a)
+            sums = tuple(n for n in sums if n not in [n for _, names, _ in moves for n in names])
+        return _sum_over(a, sums).astype(head.gradient_dtype(by_name[name].dtype))
 
     return [*map(finished, head.returns, head.kinds_returned, directions[head.direction]())]
-
-
-def _gathered(
-    a: jax.Array, stored: Sequence[tuple[str, ...]], dtype: np.dtype, to: str
-) -> jax.Array:
-    """All-gather each axis of `a` over the mesh axes that `stored` lists for it.
-
-    If `dtype` has fewer bits than a's dtype, `a` is cast to it first. `to` is the argument of
-    `jax.lax.all_gather` that says whether the result's type varies over these mesh axes.
-    """
-    for axis, names in enumerate(stored):
-        if names:
-            a = lax.all_gather(_narrow(a, dtype), names, axis=axis, tiled=True, to=to)
-    return a
-
-
-def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
-    """Exchange shards of x's columns for shards of its rows.
-
-    The exchange is an all-to-all over the mesh axes in `over.moved`. Afterwards, each device has
-    fewer rows, but all of their columns.
-    """
-    for axis, names in enumerate(over.moved):
-        for name in names:
-            x = lax.all_to_all(_narrow(x, dtype), name, axis, x.ndim - 1, tiled=True)
-    return x
-
-
-def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
-    """Exchange shards of the rows of x's gradient for shards of its columns.
-
-    This undoes the exchange that the function `_moved` did for x. It is an all-to-all over the mesh
-    axes in `over.moved`. Afterwards, each device has more rows, but only its shard of their
-    columns.
-    """
-    for axis, names in reversed([*enumerate(over.moved)]):
-        for name in reversed(names):
-            dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
-    return dx
-
-
-def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast `a` to `dtype` if `dtype` is narrower. Devices then exchange fewer bytes."""
-    return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
-
-
-def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
-    """Sum `a` over the mesh axes in `over`.
-
-    Each axis of `a` is reduce-scattered over the mesh axes that `stored` lists for it. Over the
-    other mesh axes in `over`, `a` is all-reduced.
-    """
-    scattered = sum(stored, ())
-    for axis, names in enumerate(stored):
-        if names:
-            a = lax.psum_scatter(a, names, scatter_dimension=axis, tiled=True)
-    return _sum_over(a, tuple(name for name in over if name not in scattered))
 
 
 def scale(
