@@ -32,7 +32,7 @@ from jaxnorm.operations.linear_loss_call import (
     LinearLossCall,
     Program,
     Reduction,
-    chunk_rows,
+    chunks_of,
     is_inexact,
     loss_of_rows,
     matmul_dtypes,
@@ -726,8 +726,9 @@ def _bound(
     loss = program.loss
     if loss is not None and loss.implementation is not None:
         d, classes = arrays["weight"].shape
-        shape = d, classes if loss.spec.loss.teacher_dtype is None else 2 * classes
-        rows = chunk_rows(head.chunk, arrays["x"].size // max(d, 1), shape, *reversed(head.dtypes))
+        copies = 1 if loss.spec.loss.teacher_dtype is None else 2
+        sizes = arrays["x"].size // max(d, 1), (d, classes), head.dtypes[::-1]
+        rows, _ = chunks_of(head.chunk, *sizes, copies=copies, may_hold=False)
         call = loss_of_rows(loss, (rows, classes), 1, has_positions="where" in arrays)
         call.forced(loss.implementation)
     return linear_loss_primitive.bind(head, *arrays.values())

@@ -373,19 +373,20 @@ _BYTES = 2**30
 _TILE = 128
 
 
-def chunk_rows(
+def chunks_of(
     chunk: int | None,
     rows: int,
     weight: tuple[int, ...],
-    logits: np.dtype,
-    factors: np.dtype,
-    shards: int = 1,
+    dtypes: tuple[np.dtype, np.dtype],
     *,
+    shards: int = 1,
+    copies: int = 1,
     accumulator: int = 0,
-) -> int:
-    """Return the number of rows of a chunk; all chunks of a call have this number.
+    may_hold: bool = True,
+) -> tuple[int, bool]:
+    """Return the number of rows of each chunk, and whether the call stores the dlogits of all rows.
 
-    If it does not divide the number of all rows, the first two chunks overlap.
+    If the number does not divide the number of all rows, the first two chunks overlap.
 
     In the following rules, the accumulator is the array in which several chunks accumulate weight's
     gradient. dlogits are the gradients of the logits, which overwrite the logits if both have the
@@ -400,46 +401,11 @@ def chunk_rows(
        memory. Smaller chunks take more time, because each chunk loads and stores the accumulator.
     4. The largest number of rows whose logits take at most 1 GiB, but at least 512.
 
-    Args:
-      chunk: the number of rows that the user requested, or None.
-      rows: number of all rows.
-      weight: shape (d, classes) of one device's shard of weight.
-      logits: dtype of the logits.
-      factors: dtype of the matmuls' operands.
-      shards: number of shards of the classes. The number of rows in rule 3 is multiplied by it. A
-        device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
-        same. Fewer and larger chunks are faster, because devices exchange row statistics once for
-        each chunk.
-      accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
-        if even a single chunk would allocate an array of this size for the gradient, because then a
-        single chunk saves no memory.
-    """
-    if chunk is not None or not rows:
-        return min(chunk or 1, max(rows, 1))
-    d, classes = weight
-    of_logit = logits.itemsize + (factors.itemsize if factors != logits else 0)
-    if rows * classes * of_logit <= accumulator:
-        return rows
-    fitting = _BYTES // (max(classes, 1) * logits.itemsize) // _TILE * _TILE
-    as_weight = d * factors.itemsize // logits.itemsize
-    most = min(max(fitting, _LEAST), shards * max(_MOST, as_weight))
-    even = math.ceil(rows / math.ceil(rows / most))
-    return min(math.ceil(even / _TILE) * _TILE, rows)
-
-
-def rows_beside_dlogits(
-    chunk: int, rows: int, logits: int, dlogits: int, accumulator: int
-) -> int | None:
-    """Return the number of rows of a chunk in a call that stores all dlogits, or None.
-
-    None means that the call must not store the dlogits of all rows, because they would take too
-    much memory. A call that stores them needs no accumulator, and takes one matmul for dx and one
-    for dW.
-
-    The memory limit is the memory of a call that does not store all dlogits: the accumulator, and
-    the logits and dlogits of one chunk of `chunk` rows. A call that stores all dlogits also needs
-    the logits of one chunk. If it exceeds the limit with chunks of `chunk` rows, chunks of half as
-    many rows are tried, because their logits take less memory.
+    With rule 3 or 4, a call whose dlogits cannot overwrite the logits may store the dlogits of all
+    rows. It then needs no accumulator, and takes one matmul for dx and one for dW. It must not take
+    more memory than a call that does not store all dlogits: the accumulator, and the logits and
+    dlogits of one chunk. If it would, chunks of half as many rows are tried, because their logits
+    take less memory.
 
     Storing all dlogits is faster than an accumulator even with the smaller chunks. For 8192 rows,
     d = 2048 and 128256 classes, forward and backward pass of a log-probability take 27.7 ms with
@@ -448,14 +414,34 @@ def rows_beside_dlogits(
     an accumulator (H100).
 
     Args:
-      chunk: number of rows of a chunk if the call does not store all dlogits.
+      chunk: the number of rows that the user requested, or None.
       rows: number of all rows.
-      logits, dlogits: bytes of a row of logits, and of a row of dlogits.
-      accumulator: bytes of the array in which several chunks accumulate weight's gradient.
+      weight: shape (d, classes) of one device's shard of weight.
+      dtypes: dtypes of the logits and of the matmuls' operands.
+      shards: number of shards of the classes. The number of rows in rule 3 is multiplied by it. A
+        device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
+        same. Fewer and larger chunks are faster, because devices exchange row statistics once for
+        each chunk.
+      copies: number of arrays of logits that a chunk has.
+      accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
+        if even a single chunk would allocate an array of this size for the gradient, because then a
+        single chunk saves no memory.
+      may_hold: False if the call must not store the dlogits of all rows.
     """
-    memory = accumulator + chunk * (logits + dlogits)
-    for size in (chunk, chunk // 2):
-        needed = rows * dlogits + size * logits
-        if size % _TILE == 0 and size >= _LEAST and needed <= memory:
-            return size
-    return None
+    if chunk is not None or not rows:
+        return min(chunk or 1, max(rows, 1)), False
+    (d, classes), (logits, factors) = weight, (dtype.itemsize for dtype in dtypes)
+    separate = factors if dtypes[0] != dtypes[1] else 0
+    of_row = copies * classes * logits
+    if rows * copies * classes * (logits + separate) <= accumulator:
+        return rows, False
+    fitting = _BYTES // max(of_row, logits) // _TILE * _TILE
+    most = min(max(fitting, _LEAST), shards * max(_MOST, d * factors // logits))
+    even = math.ceil(rows / math.ceil(rows / most))
+    size = min(math.ceil(even / _TILE) * _TILE, rows)
+    most_memory = accumulator + size * (of_row + classes * separate)
+    for held in (size, size // 2) if may_hold and accumulator and separate and size < rows else ():
+        needed = rows * classes * separate + held * of_row
+        if held % _TILE == 0 and held >= _LEAST and needed <= most_memory:
+            return held, True
+    return size, False

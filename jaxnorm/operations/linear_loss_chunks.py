@@ -153,9 +153,8 @@ class Chunks:
         self.where = self.primals.get("where")
         self.counted = None if self.where is None else counted(self.where)
         self.dtype, self.logits_dtype = head.dtypes
-        program, loss = head.program, head.program.loss
-        results = [a.dtype for a in program.results.values()]
-        self.wide = checks.arithmetic_dtype(self.logits_dtype, *results)
+        loss, results = head.program.loss, head.program.results.values()
+        self.wide = checks.arithmetic_dtype(self.logits_dtype, *(a.dtype for a in results))
         self.rows, self.classes = len(self.x), weight.shape[1]
         # The classes are not padded in two cases. If they are sharded, the padding would be in the
         # middle of each row. If there is a mask of classes, it would have to be padded too.
@@ -166,28 +165,27 @@ class Chunks:
         if head.teacher is not None:
             of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
             self.given |= {"teacher_weight": of_teacher}
-        shards = lax.axis_size(over.classes) if over.classes else 1
         # A row of a chunk has the logits of the student. For a divergence, it also has those of the
         # teacher; if plain JAX computes the gradient, it has the gradient in the logits' dtype.
         copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
-        columns, accumulator = self.classes * copies, self.accumulator
-        sizes = self.rows, (weight.shape[0], columns), self.logits_dtype, self.dtype, shards
-        self.chunk = linear_loss_call.chunk_rows(head.chunk, *sizes, accumulator=accumulator)
-        # True if the dlogits of all rows are stored. False if the dlogits of a chunk overwrite its
-        # logits: they need no memory then.
-        self.holds_dlogits = False
-        may_hold = accumulator > 0 and self.logits_dtype != self.dtype
-        if may_hold and head.chunk is None and not recompute and self.chunk < self.rows:
-            of_row = columns * self.logits_dtype.itemsize, self.classes * self.dtype.itemsize
-            beside = linear_loss_call.rows_beside_dlogits
-            size = beside(self.chunk, self.rows, *of_row, accumulator)
-            self.holds_dlogits, self.chunk = size is not None, size or self.chunk
+        # If `holds_dlogits` is True, the dlogits of all rows are stored. If it is False, the
+        # dlogits of a chunk may overwrite its logits.
+        self.chunk, self.holds_dlogits = linear_loss_call.chunks_of(
+            head.chunk,
+            self.rows,
+            weight.shape,
+            (self.logits_dtype, self.dtype),
+            shards=lax.axis_size(over.classes) if over.classes else 1,
+            copies=copies,
+            accumulator=self.accumulator,
+            may_hold=not recompute,
+        )
 
     # --------------------------------------------------------------------------------- passes
 
     def forward(self) -> list[jax.Array]:
         head = self.head
-        if head.reduction != "none" and head.wrt:
+        if head.wrt:
             weights = self.scale() * self.masked(jnp.ones(self.rows, self.wide))
             losses, *gradients = self.gradients([weights])
             return [self.total(losses), *gradients]
@@ -230,7 +228,7 @@ class Chunks:
         The call is a backward pass, or a forward pass that computes the gradients together with the
         losses. In a forward pass, the list starts with an array of the losses of all rows.
         """
-        head, makes_losses = self.head, self.head.direction == "fwd"
+        head, losses_of = self.head, self.head.outputs if self.head.direction == "fwd" else ()
         dtypes = {name: self.gradient_dtype(name) for name in head.wrt}
         is_narrow = self.dtype.name == "float16"
         in_one = (self.chunk == self.rows or self.holds_dlogits) and not is_narrow
@@ -240,9 +238,7 @@ class Chunks:
 
         def step(rows: Rows, carry: Carry) -> Carry:
             losses, dlogits, sizes, others = self.derivative(rows, cotangents)
-            results = {}
-            if makes_losses:
-                results[head.outputs[0]] = rows.put(carry[head.outputs[0]], losses)
+            results = {name: rows.put(carry[name], losses) for name in losses_of}
             for name, gradient in others.items():
                 if name in of_rows:
                     gradient = rows.unmasked(gradient).astype(dtypes[name])
@@ -257,17 +253,15 @@ class Chunks:
         def products(rows: Rows, dlogits: jax.Array, carry: Carry, sizes: Any = 1) -> Carry:
             x, results = rows.of_x(self.x), {}
             if "bias" in head.wrt:
-                of_rows = sizes * dlogits.astype(self.wide)
-                results["bias"] = added(carry, "bias", jnp.sum(of_rows, 0))
-            largest: Any = 1
-            if is_narrow:
-                largest = jnp.max(sizes)
-                x = sizes / largest * x.astype(self.wide)
+                db = jnp.sum(sizes * dlogits.astype(self.wide), 0)
+                results["bias"] = added(carry, "bias", db)
             if "x" in head.wrt:
                 dtype = self.wide if is_narrow else dtypes["x"]
                 dx = sizes * self.dot(dlogits, self.given["weight"], (1, 1), dtype)
                 results["x"] = rows.put(carry["x"], dx.astype(dtypes["x"]))
             if "weight" in head.wrt:
+                largest: Any = jnp.max(sizes) if is_narrow else 1
+                x = sizes / largest * x.astype(self.wide) if is_narrow else x
                 dw = self.dot(x.astype(self.dtype), dlogits, (0, 0), weight_dtype)
                 results["weight"] = added(carry, "weight", largest * dw)
             return results
@@ -275,23 +269,22 @@ class Chunks:
         def added(carry: Carry, name: str, part: jax.Array) -> jax.Array:
             return carry[name] + part if name in carry else part
 
-        carry = (self.empty_results() if makes_losses else {}) | of_rows
+        carry = (self.empty_results() if losses_of else {}) | of_rows
+        of_products = {"x", "weight", "bias"} if self.holds_dlogits else set()
         if self.holds_dlogits:
-            dx = {"x": carry.pop("x")} if "x" in of_rows else {}
+            carry.pop("x", None)
             carry["dlogits"] = lax.empty((self.rows, self.classes + self.padding), self.dtype)
-            results = self.loop(step, carry, starts_sums="shared" in map(kind, head.wrt))
+        results = self.loop(step, carry, starts_sums=not {*head.wrt} <= {*of_rows, *of_products})
+        if self.holds_dlogits:
             all_rows = Rows(self, jnp.int32(0), self.rows)
-            results |= products(all_rows, results.pop("dlogits"), dx)
-        else:
-            results = self.loop(step, carry, starts_sums={*of_rows} != {*head.wrt})
+            results |= products(all_rows, results.pop("dlogits"), of_rows)
 
         def finished(name: str) -> jax.Array:
             a = results.get(name, zeros[name])  # There are no results if there are no rows.
             a = a[..., : self.classes] if name in ("weight", "bias") else a
             return a.astype(dtypes[name])
 
-        losses = [results[head.outputs[0]]] if makes_losses else []
-        return [*losses, *map(finished, head.wrt)]
+        return [*(results[name] for name in losses_of), *map(finished, head.wrt)]
 
     @property
     def accumulator(self) -> int:
@@ -397,7 +390,6 @@ class Chunks:
         logits, arrays = self.of_chunk(rows, self.given)
         wanted = {name: a for name, a in arrays.items() if name in self.head.wrt}
         cotangents = [*map(rows.of, cotangents)]
-        is_narrow = self.dtype.name == "float16"
 
         def pulled(function: Callable[..., Any], *of: jax.Array) -> list[Any]:
             """Return the first result, the gradients of the arrays `of`, and those of `wanted`."""
@@ -410,63 +402,58 @@ class Chunks:
             # Rows that also belong to the next chunk count there.
             cts = [rows.unmasked(ct).astype(y.dtype) for ct, y in zip(cotangents, ys)]
             gradients = pullback([*sharding.vary_alike([*ys, *cts])[len(ys) :]])
-            return [ys[0], [*gradients[: len(of)]], dict(zip(wanted, gradients[len(of) :]))]
+            of_arrays = [*map(rows.unmasked, gradients[: len(of)])]
+            return [ys[0], of_arrays, dict(zip(wanted, gradients[len(of) :]))]
+
+        def divided(arrays: Sequence[jax.Array], factor: Any = 1) -> tuple[Any, Any]:
+            """Divide the rows of arrays by powers of two, if the matmuls are float16."""
+            if self.dtype.name != "float16":
+                return arrays, 1
+            of_rows = jnp.concatenate([jnp.abs(a).reshape(rows.size, -1) for a in arrays], -1)
+            largest = jnp.max(of_rows, -1, keepdims=True, initial=0)
+            sizes = _powers_of_two(largest * jnp.abs(factor))
+            return [a / _like(sizes[:, 0], a) for a in arrays], sizes
 
         if loss is None or self.recompute:  # JAX differentiates the results.
-            y, (dlogits,), others = pulled(
+            y, dlogits, others = pulled(
                 lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
             )
-            dlogits = rows.unmasked(dlogits)
-            sizes: Any = 1
-            if is_narrow:
-                sizes = _powers_of_two(jnp.max(jnp.abs(dlogits), -1, keepdims=True, initial=0))
-            return y, (dlogits / sizes).astype(self.dtype), sizes, others
+            (of_logits,), sizes = divided(dlogits)
+            return y, of_logits.astype(self.dtype), sizes, others
         call, operands = self.loss(rows, logits, arrays)
-
-        def divided(cotangents: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Any]:
-            """Divide the cotangents of each row by a power of two, if the matmuls are float16."""
-            if not is_narrow:
-                return cotangents, 1
-            size = jnp.abs(_like(operands.get("logits_scale", jnp.ones(rows.size)), logits))
-            of_rows = [jnp.abs(ct).reshape(rows.size, -1) for ct in cotangents]
-            largest = jnp.max(jnp.concatenate(of_rows, -1), -1, keepdims=True, initial=0)
-            sizes = _powers_of_two(largest * size * abs(call.spec.logits.logits_scale))
-            return [ct / sizes.reshape(-1, *[1] * (ct.ndim - 1)) for ct in cotangents], sizes
-
+        factor = operands.get("logits_scale", jnp.ones(1))[:, None] * call.spec.logits.logits_scale
         if program.is_loss and not self.kept and not wanted:
             # A single kernel may compute the results and the gradient together.
-            cotangents, sizes = divided(cotangents)
-            *ys, dlogits = _bound(call.with_gradient(self.dtype), operands, cotangents).values()
-            return ys[0], dlogits, sizes, {}
+            cotangents, sizes = divided(cotangents, factor)
+            *ys, of_logits = _bound(call.with_gradient(self.dtype), operands, cotangents).values()
+            return ys[0], of_logits, sizes, {}
         call, y, others = call.with_stats(), None, {}
         outputs = rows.kept() if self.kept else _bound(call, operands)
         if program.after is not None:
             sources = [rows.filled(outputs[name]) for name in loss.returns]
             after = functools.partial(self.mapped, program.after, rows)
             y, cotangents, others = pulled(after, *sources)
-            cotangents = [*map(rows.unmasked, cotangents)]
         # If the logits have the same dtype as their gradient, it may overwrite them.
         outputs_of = call.returns[: len(cotangents)]
-        cotangents, sizes = divided(cotangents)
+        cotangents, sizes = divided(cotangents, factor)
         call = call.backward(("x",), outputs_of, gradient_dtype=self.dtype)
-        (dlogits,) = _bound(call, operands | outputs, cotangents).values()
-        return y, dlogits, sizes, others
+        (of_logits,) = _bound(call, operands | outputs, cotangents).values()
+        return y, of_logits, sizes, others
 
     def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
         """Return the call of the jaxnorm loss that takes a chunk's logits, and its operands."""
         program, loss, given = self.head.program, self.head.program.loss, self.given
         assert loss is not None
+        operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
         if program.before is not None:
             operands = dict(zip(loss.primals[1:], self.mapped(program.before, rows, [], arrays)))
-            if "teacher_logits" in operands:
-                operands["teacher_logits"] = self.padded(operands["teacher_logits"])
-        else:
-            operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
         if self.head.teacher is not None:
             of_teacher = given["teacher_weight"], given.get("teacher_bias")
             dtypes = self.head.teacher, loss.spec.loss.teacher_dtype
             teacher_logits = self.product(rows.of_x(given["teacher_x"]), *of_teacher, dtypes)
             operands["teacher_logits"] = teacher_logits
+        elif "teacher_logits" in operands:
+            operands["teacher_logits"] = self.padded(operands["teacher_logits"])
         counts = [a for a in (rows.counted, operands.get("positions")) if a is not None]
         if counts:
             operands["positions"] = functools.reduce(jnp.logical_and, counts)
@@ -527,14 +514,10 @@ class Chunks:
         def body(i: Any, carry: Carry) -> Carry:
             return step(Rows(self, i), carry)
 
-        def checkpointed(**options: Any) -> Callable[[Any, Carry], Carry]:
-            return jax.checkpoint(body, **options) if self.recompute else body
-
+        body = jax.checkpoint(body) if self.recompute else body
         first = int(starts_sums or count == 1)
-        if first:
-            carry = checkpointed()(jnp.int32(0), carry)
-        in_loop = checkpointed(prevent_cse=False)
-        return lax.fori_loop(first, count, in_loop, carry) if first < count else carry
+        carry = body(jnp.int32(0), carry) if first else carry
+        return lax.fori_loop(first, count, body, carry) if first < count else carry
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Cast an array of the loop's initial carry to the type that `step` returns.
