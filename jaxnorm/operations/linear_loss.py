@@ -159,17 +159,10 @@ def linear_softmax_cross_entropy(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    layer = _layer(NAME, x, weight, bias, dtype)
-    return _of_loss(
-        NAME,
-        layer,
-        {"labels": labels},
-        (where, logits_scale, reduction, chunk),
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        logit_softcap=logit_softcap,
-        implementation=implementation,
-    )[0]
+    layer, others = _layer(NAME, x, weight, bias, dtype), (where, logits_scale, reduction, chunk)
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    options |= {"logit_softcap": logit_softcap, "implementation": implementation}
+    return _of_loss(NAME, layer, {"labels": labels}, others, **options)[0]
 
 
 _LOG_PROB: Function = "linear_log_prob_and_entropy"
@@ -262,9 +255,8 @@ def linear_log_prob_and_entropy(
       >>> log_prob.shape, log_prob.dtype.name, round(float(entropy[0, 0]), 2)
       ((4, 128), 'float32', 6.91)
     """
-    layer = _layer(_LOG_PROB, x, weight, bias, dtype)
+    layer, others = _layer(_LOG_PROB, x, weight, bias, dtype), (where, logits_scale, "none", chunk)
     options: dict[str, Any] = {"logit_softcap": logit_softcap, "implementation": implementation}
-    others = where, logits_scale, "none", chunk
     log_prob, entropy = _of_loss(_LOG_PROB, layer, {"labels": labels}, others, **options)
     return log_prob, entropy
 
@@ -383,22 +375,13 @@ def linear_kl_divergence(
             f"classes of weight {of_weight}; slice the weight with more classes, or pad the other "
             "one and its bias"
         )
-    return _of_loss(
-        _KL,
-        layer,
-        jax.lax.stop_gradient(teacher),
-        (where, logits_scale, reduction, chunk),
-        dtypes,
-        logit_softcap=logit_softcap,
-        teacher_softcap=teacher_logit_softcap,
-        reverse=reverse,
-        implementation=implementation,
-    )[0]
+    others = where, logits_scale, reduction, chunk
+    options: dict[str, Any] = {"logit_softcap": logit_softcap, "implementation": implementation}
+    options |= {"teacher_softcap": teacher_logit_softcap, "reverse": reverse}
+    return _of_loss(_KL, layer, jax.lax.stop_gradient(teacher), others, dtypes, **options)[0]
 
 
-_ANY = "jaxnorm.linear_loss"
-# The name of a function in errors, if it differs from the name in programs.
-_NAMES: dict[Function, str] = {"linear_loss": _ANY}
+_ANY: Function = "jaxnorm.linear_loss"
 
 
 def linear_loss(
@@ -498,7 +481,7 @@ def linear_loss(
             "logits, e.g. lambda logits, label: jax.nn.logsumexp(logits) - logits[label]"
         )
     checks.one_of(_ANY, "reduction", reduction, get_args(Reduction))
-    layer = _layer("linear_loss", x, weight, bias, dtype)
+    layer = _layer(_ANY, x, weight, bias, dtype)
     positions, classes = layer[0]["x"].shape[:-1], layer[0]["weight"].shape[1:]
     view = RowView.of((*positions, *classes), (len(positions),))
     wide = checks.arithmetic_dtype(*layer[1])
@@ -509,31 +492,32 @@ def linear_loss(
     program, shared, results = _traced(fun, logits, leaves, tree, len(positions), reduction)
     others = {"where": weights} | {f"row{i}": a for i, a in enumerate(leaves)}
     others |= {f"shared{i}": a for i, a in enumerate(shared)}
-    outputs = _bound("linear_loss", layer, program, others, reduction, chunk)
+    outputs = _bound(_ANY, layer, program, others, reduction, chunk)
     return outputs[0] if reduction != "none" else jax.tree.unflatten(results, outputs)
+
+
+def _real(name: str, array: Any) -> jax.Array:
+    """Convert an array, which `name` describes in errors, and refuse complex numbers."""
+    if not isinstance(array, jax.Array):
+        array = checks.any_array(_ANY, name, array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{_ANY}: {name} has dtype {array.dtype}; expected real numbers; split it into "
+            "its real and its imaginary part"
+        )
+    return array
 
 
 def _row(positions: tuple[int, ...], leaf: Any) -> jax.Array:
     """Convert an array of ``rows``, and check that its leading axes are the positions."""
-    array = (
-        leaf if isinstance(leaf, jax.Array) else checks.any_array(_ANY, "an array in rows", leaf)
-    )
+    array = _real("an array in rows", leaf)
     if array.shape[: len(positions)] != positions:
         raise ValueError(
             f"{_ANY}: an array in rows has shape {array.shape}; expected leading axes {positions}, "
             "the shape of x without its last axis; if all positions share the array, let fun close "
             "over it"
         )
-    _refuse_complex("an array in rows", array)
     return array
-
-
-def _refuse_complex(name: str, array: Any) -> None:
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{_ANY}: {name} has dtype {array.dtype}; expected real numbers; split it into "
-            "its real and its imaginary part"
-        )
 
 
 def _traced(
@@ -550,23 +534,19 @@ def _traced(
     def run(logits: jax.Array, *leaves: Any) -> list[jax.Array]:
         results, result_tree = jax.tree.flatten(fun(logits, *jax.tree.unflatten(tree, leaves)))
         trees.append(result_tree)
-        results = [checks.any_array(_ANY, "fun's result", y) for y in results]
-        shapes = [y.shape for y in results]
-        if reduction != "none" and shapes != [()]:
-            given = (
-                f"an array of shape {shapes[0]}" if len(shapes) == 1 else f"{len(shapes)} arrays"
-            )
-            raise ValueError(
-                f"{_ANY}: fun returns {given}; expected a scalar, the loss of one position, for "
-                f'reduction="{reduction}"; pass reduction="none" for other results'
-            )
+        results = [_real("fun's result", y) for y in results]
         if not results:
             raise ValueError(f"{_ANY}: fun returns no array; expected a pytree of arrays")
-        for y in results:
-            _refuse_complex("fun's result", y)
-        if reduction != "none":
-            results = [y.astype(checks.arithmetic_dtype(logits.dtype, y.dtype)) for y in results]
-        return results
+        if reduction == "none":
+            return results
+        if len(results) > 1 or results[0].ndim:
+            one = f"an array of shape {results[0].shape}"
+            raise ValueError(
+                f"{_ANY}: fun returns {one if len(results) == 1 else f'{len(results)} arrays'}; "
+                "expected a scalar, the loss of one position, for "
+                f'reduction="{reduction}"; pass reduction="none" for other results'
+            )
+        return [y.astype(checks.arithmetic_dtype(logits.dtype, y.dtype)) for y in results]
 
     types = [jax.ShapeDtypeStruct(a.shape[lead:], a.dtype) for a in leaves]
     # Trace without a mesh: types of one position with a mesh would be wrong on a shard.
@@ -579,40 +559,31 @@ def _traced(
             f"{_ANY}: fun has side effects ({', '.join(sorted(effects))}); expected a function "
             'without any; return the array with reduction="none", and print it after the call'
         )
-    shared = [*map(jnp.asarray, traced.consts)]
-    for array in shared:
-        _refuse_complex("an array that fun closes over", array)
+    shared = [_real("an array that fun closes over", jnp.asarray(a)) for a in traced.consts]
     return _program(jaxpr), shared, trees[0]
 
 
 def _program(jaxpr: Any) -> Program:
     """Return the program of a traced function, in which a jaxnorm loss may take the logits."""
     logits, others = jaxpr.invars[0], [*jaxpr.invars[1:], *jaxpr.constvars]
+    equations = jaxpr.eqns
 
     def of(invars: Sequence[Any], outvars: Sequence[Any], equations: Sequence[Any]) -> ClosedJaxpr:
         changes = {"constvars": [], "invars": [*invars], "outvars": [*outvars]}
         return ClosedJaxpr(jaxpr.replace(eqns=[*equations], **changes), [])
 
-    def takes(equation: Any) -> bool:
-        return any(v is logits for v in equation.invars)
-
-    users = [i for i, equation in enumerate(jaxpr.eqns) if takes(equation)]
-    if len(users) == 1 and not any(v is logits for v in jaxpr.outvars):
-        at = users[0]
-        equation = jaxpr.eqns[at]
-        call, first = equation.params.get("call"), equation.invars[0]
-        is_one = sum(v is logits for v in equation.invars) == 1 and first is logits
-        if is_one and isinstance(call, Call) and call.spec.is_loss and call.direction == "fwd":
+    uses = [i for i, equation in enumerate(equations) for v in equation.invars if v is logits]
+    if len(uses) == 1 and not any(v is logits for v in jaxpr.outvars):
+        before, (equation, *after) = equations[: uses[0]], equations[uses[0] :]
+        call = equation.params.get("call")
+        is_loss = isinstance(call, Call) and call.spec.is_loss and call.direction == "fwd"
+        if is_loss and equation.invars[0] is logits:
             return Program(
                 call.replaced(primitives=call.primitives or call.function),
-                of(others, equation.invars[1:], jaxpr.eqns[:at]),
-                of(
-                    [*equation.outvars, *others],
-                    jaxpr.outvars,
-                    [*jaxpr.eqns[:at], *jaxpr.eqns[at + 1 :]],
-                ),
+                of(others, equation.invars[1:], before),
+                of([*equation.outvars, *others], jaxpr.outvars, [*before, *after]),
             )
-    return Program(after=of([logits, *others], jaxpr.outvars, jaxpr.eqns))
+    return Program(after=of([logits, *others], jaxpr.outvars, equations))
 
 
 #: The operands of a linear layer, and the dtypes of its matmul: of the operands, and of the logits.
@@ -623,23 +594,22 @@ def _layer(
     function: Function, x: Any, weight: Any, bias: Any, dtype: DTypeLike | None, of: str = ""
 ) -> _Layer:
     """Check the operands of a linear layer. `of` is a prefix of their names, such as "teacher_"."""
-    name = _NAMES.get(function, function)
-    x = checks.float_array(name, f"{of}x", x)
-    weight = checks.float_array(name, f"{of}weight", weight)
-    checks.features(name, f"{of}x", x.shape, "d")
+    x = checks.float_array(function, f"{of}x", x)
+    weight = checks.float_array(function, f"{of}weight", weight)
+    checks.features(function, f"{of}x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise ValueError(
-            f"{name}: {of}x has shape {x.shape} and {of}weight {weight.shape}; expected sizes "
+            f"{function}: {of}x has shape {x.shape} and {of}weight {weight.shape}; expected sizes "
             "that are numbers, because chunks of rows are cut when the call is traced; export one "
             "program for each size"
         )
-    checks.weight(name, weight.shape, x.shape, of=f"{of}x", classes=True)
+    checks.weight(function, weight.shape, x.shape, of=f"{of}x", classes=True)
     arrays = {f"{of}x": x, f"{of}weight": weight}
     if bias is not None:
-        arrays[f"{of}bias"] = bias = checks.float_array(name, f"{of}bias", bias)
+        arrays[f"{of}bias"] = bias = checks.float_array(function, f"{of}bias", bias)
         why = f"a number for each class of {of}weight {weight.shape}"
-        checks.same_shape(name, f"{of}bias", bias.shape, weight.shape[1:], why)
-    asked = None if dtype is None else checks.dtype(name, "dtype", dtype)
+        checks.same_shape(function, f"{of}bias", bias.shape, weight.shape[1:], why)
+    asked = None if dtype is None else checks.dtype(function, "dtype", dtype)
     return arrays, matmul_dtypes(function, asked, x.dtype, weight.dtype)
 
 
@@ -708,8 +678,7 @@ def _bound(
     teacher: np.dtype | None = None,
 ) -> list[jax.Array]:
     """Bind the primitive of a linear loss. `others` are its operands besides those of the layer."""
-    name = _NAMES.get(function, function)
-    checks.one_of(name, "reduction", reduction, get_args(Reduction))
+    checks.one_of(function, "reduction", reduction, get_args(Reduction))
     arrays = layer[0] | {name: a for name, a in others.items() if a is not None}
     traced = [n for n in arrays if n.startswith(("row", "shared")) and is_inexact(arrays[n])]
     head = LinearLossCall(
@@ -717,7 +686,7 @@ def _bound(
         program,
         tuple(arrays)[2:],
         (*layer[0], *traced),
-        chunk=None if chunk is None else checks.integer(name, "chunk", chunk, "rows"),
+        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
         dtypes=layer[1],
         teacher=teacher,
         precision=jax.config.jax_default_matmul_precision,

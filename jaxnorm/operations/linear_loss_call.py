@@ -31,7 +31,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ Function = Literal[
     "linear_softmax_cross_entropy",
     "linear_log_prob_and_entropy",
     "linear_kl_divergence",
-    "linear_loss",
+    "jaxnorm.linear_loss",
 ]
 Reduction = Literal["mean", "sum", "none"]
 #: Maps each linear loss to the loss of logits that is computed from each chunk's logits.
@@ -154,7 +154,9 @@ class LinearLossCall:
     wrt: tuple[str, ...] = ()
     keeps: bool = False
 
-    primitives: ClassVar[None] = None
+    @property
+    def primitives(self) -> str:
+        return self.function.removeprefix("jaxnorm.")
 
     def __str__(self) -> str:
         """Return a short description of the call, which printed jaxprs show."""
@@ -213,14 +215,9 @@ class LinearLossCall:
         return ("x", "weight", *self.operands)
 
     @property
-    def residual_names(self) -> tuple[str, ...]:
-        """Names of the residuals, which are the first operands of the tangent and backward pass."""
-        return self.primals + self.kept
-
-    @property
     def residuals(self) -> int:
-        """Number of arrays saved for the tangent and backward passes."""
-        return len(self.residual_names)
+        """Number of residuals: the first operands of the tangent and backward passes."""
+        return len(self.primals + self.kept)
 
     @property
     def returns(self) -> tuple[str, ...]:
@@ -231,7 +228,8 @@ class LinearLossCall:
     def takes(self) -> tuple[str, ...]:
         if self.direction == "fwd":
             return self.primals
-        return self.residual_names + (self.wrt if self.direction == "tan" else self.outputs)
+        linear = self.wrt if self.direction == "tan" else self.outputs
+        return self.primals + self.kept + linear
 
     @property
     def kinds_taken(self) -> list[Kind]:

@@ -32,6 +32,7 @@ if plain JAX computes it. This division is undone in float32. For dx, the row of
 the power of two. For dW, the row of x is multiplied by it before the matmul.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -72,6 +73,15 @@ def run(
         differentiates this function.
     """
     by_name = dict(zip(head.primals, arrays))
+    if head.direction == "tan":
+        forward = dataclasses.replace(head, direction="fwd", wrt=())
+        along = dict(zip(head.wrt, arrays[head.residuals :]))
+
+        def floats(*values: jax.Array) -> list[jax.Array]:
+            given = (by_name | dict(zip(along, values))).values()
+            return [*filter(is_inexact, run(forward, *given, over=over, recompute=recompute))]
+
+        return jax.jvp(floats, [by_name[name] for name in along], [*along.values()])[1]
 
     def moved(a: jax.Array, kind: str) -> jax.Array:
         for axis, names, is_exchange in over.moves.get(kind, ()):
@@ -100,7 +110,7 @@ def run(
 
     flat = [*map(flattened, head.takes, head.kinds_taken, whole)]
     chunks = Chunks(head, flat, over, recompute)
-    directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
+    results = chunks.forward() if head.direction == "fwd" else chunks.backward()
 
     def finished(name: str, kind: str, a: jax.Array) -> jax.Array:
         if kind in OF_ROWS:
@@ -116,7 +126,7 @@ def run(
             sums = tuple(n for n in sums if n not in [n for _, names, _ in moves for n in names])
         return _sum_over(a, sums).astype(head.gradient_dtype(by_name[name].dtype))
 
-    return [*map(finished, head.returns, head.kinds_returned, directions[head.direction]())]
+    return [*map(finished, head.returns, head.kinds_returned, results)]
 
 
 def scale(
@@ -137,7 +147,7 @@ Carry = dict[str, jax.Array]
 
 
 class Chunks:
-    """The arrays of a call, with a method for each pass: `forward`, `tangent` and `backward`.
+    """The arrays of a call, with a method for each pass: `forward` and `backward`.
 
     x is two-dimensional: its leading axes are flattened to rows.
     """
@@ -203,24 +213,6 @@ class Chunks:
 
     def backward(self) -> list[jax.Array]:
         return self.gradients([*map(self.masked, self.linear)])
-
-    def tangent(self) -> list[jax.Array]:
-        """Compute the tangents of the rows' results from the tangents of the operands."""
-        along = dict(zip(self.head.wrt, self.linear))
-        if "weight" in along:
-            along["weight"] = self.padded(along["weight"], self.dtype)
-
-        def step(rows: Rows, carry: Carry) -> Carry:
-            def run(*arrays: jax.Array) -> list[jax.Array]:
-                given = self.given | dict(zip(along, arrays))
-                results = self.results(rows, *self.of_chunk(rows, given))
-                return [results[name] for name in carry]
-
-            _, results = jax.jvp(run, [self.given[name] for name in along], [*along.values()])
-            return {name: rows.put(carry[name], y) for name, y in zip(carry, results)}
-
-        results = self.loop(step, self.empty_results())
-        return [self.masked(results[name]) for name in self.head.outputs]
 
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
@@ -298,7 +290,7 @@ class Chunks:
         * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
           multiplied by a power of two before it is cast to the gradient's dtype.
         """
-        has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
+        has_sum = "weight" in self.head.wrt
         is_narrow = self.dtype.name == "float16"
         if not has_sum or is_narrow or self.gradient_dtype("weight") == self.wide:
             return 0
