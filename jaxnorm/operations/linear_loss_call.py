@@ -34,6 +34,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr  # type: ignore[attr-defined]
 
@@ -128,7 +129,7 @@ class LinearLossCall:
     Attributes:
       function: name of the public function.
       program: the computation of the results from the logits.
-      operands: the names of the operands that follow x and weight.
+      primals: the names of the operands of the forward pass; the first are x and weight.
       differentiable: the names of the operands that may have tangents.
       chunk: the public function's argument.
       dtypes: the dtype of the matmul's operands, and the dtype of the logits.
@@ -143,7 +144,7 @@ class LinearLossCall:
 
     function: Function
     program: Program
-    operands: tuple[str, ...]
+    primals: tuple[str, ...]
     differentiable: tuple[str, ...]
     chunk: int | None
     dtypes: tuple[np.dtype, np.dtype]
@@ -209,10 +210,6 @@ class LinearLossCall:
         if self.direction != "fwd" or self.reduction == "none":
             return self
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n in self.wrt])
-
-    @property
-    def primals(self) -> tuple[str, ...]:
-        return ("x", "weight", *self.operands)
 
     @property
     def residuals(self) -> int:
@@ -281,9 +278,8 @@ def matmul_dtypes(
     promoted = checks.product_dtype(x, weight)
     asked = asked or promoted
     factors = min(promoted, asked, key=lambda dtype: dtype.itemsize)
-    if function != "linear_softmax_cross_entropy":
-        return factors, checks.arithmetic_dtype(factors)
-    return factors, asked
+    is_rounded = function == "linear_softmax_cross_entropy"
+    return factors, asked if is_rounded else checks.arithmetic_dtype(factors)
 
 
 class Over(NamedTuple):
@@ -305,6 +301,25 @@ class Over(NamedTuple):
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     moves: Mapping[str, Sequence[tuple[int, tuple[str, ...], bool]]] = MappingProxyType({})
+
+
+def scale(
+    weights: jax.Array, reduction: str, axes: Sequence[int], over: tuple[str, ...] = ()
+) -> jax.Array:
+    """Return the factor that turns the sum of the weighted losses over `axes` into the result.
+
+    It is 1 for a sum, and 1 / (sum of weights) for a mean, or 0 if the weights add up to 0. `over`
+    are the mesh axes over which the weights are sharded.
+    """
+    if reduction == "sum":
+        return jnp.ones((), weights.dtype)
+    total = sum_over(jnp.sum(weights, axes), over)
+    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+
+
+def sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the sum of the devices' arrays over mesh axes."""
+    return jax.lax.psum(a, axes) if axes else a
 
 
 # ------------------------------------------------------------------------ the loss of a chunk

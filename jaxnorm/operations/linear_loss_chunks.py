@@ -9,13 +9,10 @@ A chunk takes up to three matmuls, which XLA computes:
 The matmul itself adds its result to dW in place (cuBLAS' beta = 1). XLA can do this because nothing
 else in the loop uses the dW of the previous chunks.
 
-The first chunk precedes the loop and writes the array in which dW is accumulated. So this array
-need not be set to zero. If there is a single chunk, there is no such array, and the matmul writes
-dW in its own dtype. With several chunks, there is no such array either if the dlogits of all rows
-are stored. Then dx and dW are computed by one matmul each, after the loop. This is done if it takes
-no more memory than an array in which dW is accumulated, and if logits are float32 but dlogits have
-16 bits. Such dlogits cannot overwrite the logits, so they are stored in a separate array in any
-case.
+The first chunk precedes the loop and writes the array in which dW is accumulated, so this array
+need not be set to zero. A single chunk needs no such array: the matmul writes dW in its own dtype.
+With several chunks, there is no such array either if the dlogits of all rows are stored. Then dx
+and dW are computed by one matmul each, after the loop. `linear_loss_call.chunks_of` decides this.
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
@@ -42,8 +39,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal  # type: ignore[attr-defined]
-from jax.sharding import NamedSharding
 
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
@@ -110,7 +105,8 @@ def run(
 
     flat = [*map(flattened, head.takes, head.kinds_taken, whole)]
     chunks = Chunks(head, flat, over, recompute)
-    results = chunks.forward() if head.direction == "fwd" else chunks.backward()
+    cotangents = map(chunks.masked, chunks.linear)
+    results = chunks.forward() if head.direction == "fwd" else chunks.gradients([*cotangents])
 
     def finished(name: str, kind: str, a: jax.Array) -> jax.Array:
         if kind in OF_ROWS:
@@ -124,30 +120,16 @@ def run(
             given, _ = sharding.vary_alike([by_name[name].astype(a.dtype), a])
             (a,) = jax.linear_transpose(functools.partial(moved, kind=kind), given)(a)
             sums = tuple(n for n in sums if n not in [n for _, names, _ in moves for n in names])
-        return _sum_over(a, sums).astype(head.gradient_dtype(by_name[name].dtype))
+        return linear_loss_call.sum_over(a, sums).astype(head.gradient_dtype(by_name[name].dtype))
 
     return [*map(finished, head.returns, head.kinds_returned, results)]
-
-
-def scale(
-    weights: jax.Array, reduction: str, axes: Sequence[int], over: tuple[str, ...] = ()
-) -> jax.Array:
-    """Return the factor that turns the sum of the weighted losses over `axes` into the result.
-
-    It is 1 for a sum, and 1 / (sum of weights) for a mean, or 0 if the weights add up to 0. `over`
-    are the mesh axes over which the weights are sharded.
-    """
-    if reduction == "sum":
-        return jnp.ones((), weights.dtype)
-    total = _sum_over(jnp.sum(weights, axes), over)
-    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
 
 
 Carry = dict[str, jax.Array]
 
 
 class Chunks:
-    """The arrays of a call, with a method for each pass: `forward` and `backward`.
+    """The arrays of a call, with methods that run the loop: `forward` and `gradients`.
 
     x is two-dimensional: its leading axes are flattened to rows.
     """
@@ -191,8 +173,6 @@ class Chunks:
             may_hold=not recompute,
         )
 
-    # --------------------------------------------------------------------------------- passes
-
     def forward(self) -> list[jax.Array]:
         head = self.head
         if head.wrt:
@@ -210,9 +190,6 @@ class Chunks:
             return [self.total(*by_name.values())]
         results = head.program.results
         return [self.masked(by_name[n]) if n in results else by_name[n] for n in head.outputs]
-
-    def backward(self) -> list[jax.Array]:
-        return self.gradients([*map(self.masked, self.linear)])
 
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
@@ -326,12 +303,12 @@ class Chunks:
 
     def scale(self) -> jax.Array:
         weights = jnp.ones(self.rows) if self.where is None else self.where
-        return scale(weights.astype(self.wide), self.head.reduction, (0,), self.over.rows)
+        weights, reduction = weights.astype(self.wide), self.head.reduction
+        return linear_loss_call.scale(weights, reduction, (0,), self.over.rows)
 
     def total(self, losses: jax.Array) -> jax.Array:
-        return self.scale() * _sum_over(jnp.sum(self.masked(losses)), self.over.rows)
-
-    # ------------------------------------------------------------------------------ one chunk
+        sums = jnp.sum(self.masked(losses))
+        return self.scale() * linear_loss_call.sum_over(sums, self.over.rows)
 
     def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
         """Return the logits of a chunk, and the other operands of a traced function.
@@ -351,7 +328,7 @@ class Chunks:
             return logits, {}
         arrays = {
             name: rows.filled(rows.of(given[name])) if kind(name) == "row" else given[name]
-            for name in self.head.operands
+            for name in self.head.primals
             if name.startswith(("row", "shared"))
         }
         logits, *others = sharding.vary_alike([logits, *arrays.values()])
@@ -446,10 +423,9 @@ class Chunks:
             operands["teacher_logits"] = teacher_logits
         elif "teacher_logits" in operands:
             operands["teacher_logits"] = self.padded(operands["teacher_logits"])
-        counts = [a for a in (rows.counted, operands.get("positions")) if a is not None]
-        if counts:
-            operands["positions"] = functools.reduce(jnp.logical_and, counts)
-        changes: dict[str, Any] = {"padding": self.padding, "has_positions": bool(counts)}
+        positions = _both(rows.counted, operands.get("positions"))
+        operands |= {} if positions is None else {"positions": positions}
+        changes: dict[str, Any] = {"padding": self.padding, "has_positions": positions is not None}
         if over := self.over.classes:
             cols = logits.shape[1] * lax.axis_size(over)
             changes |= {"cols": cols, "cols_over": over, "axes_over": (over,)}
@@ -462,7 +438,7 @@ class Chunks:
     ) -> list[jax.Array]:
         """Run a traced function on all rows of a chunk."""
         axes = [*[0] * len(sources), *(0 if kind(name) == "row" else None for name in arrays)]
-        run = jax.vmap(functools.partial(_evaluated, traced), axes, axis_size=rows.size)
+        run = jax.vmap(functools.partial(sharding.evaluated, traced), axes, axis_size=rows.size)
         results: list[jax.Array] = run(*sources, *arrays.values())
         return results
 
@@ -485,8 +461,6 @@ class Chunks:
         wide = max(dtype, a.dtype, key=lambda dtype: dtype.itemsize)  # as `lax` requires
         options: Any = {"precision": self.head.precision, "preferred_element_type": wide}
         return lax.dot_general(a, b, axes, **options).astype(dtype)
-
-    # ------------------------------------------------------------------------------- the loop
 
     def loop(
         self, step: Callable[["Rows", Carry], Carry], carry: Carry, *, starts_sums: bool = False
@@ -539,15 +513,13 @@ class Rows:
         size = size or chunks.chunk
         short = -chunks.rows % size
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
-        self.chunks, self.overlaps = chunks, short > 0
-        own = self.of(chunks.counted) if chunks.counted is not None else None
+        self.chunks, self.overlaps, is_first = chunks, short > 0, None
         if self.overlaps:
             places = self.start + jnp.arange(size, dtype=self.start.dtype)
-            first = places < (index + 1) * size - short
-            own = first if own is None else own & first
+            is_first = places < (index + 1) * size - short
         # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
         # also belong to the next chunk. None if there cannot be such rows.
-        self.counted = own
+        self.counted = _both(None if chunks.counted is None else self.of(chunks.counted), is_first)
 
     def kept(self) -> Carry:
         """Return a dict with this chunk's rows of the saved results and statistics.
@@ -597,8 +569,9 @@ class Rows:
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
 
 
-def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.psum(a, axes) if axes else a
+def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """Return the mask ``a & b``, or the mask that is not None, or None."""
+    return a & b if a is not None and b is not None else b if a is None else a
 
 
 def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
@@ -618,43 +591,8 @@ def _powers_of_two(sizes: jax.Array) -> jax.Array:
 
     Zeros, infinities and NaNs become the largest of the others, or 1 if there are no others.
     """
-    counts = jnp.isfinite(sizes) & (sizes > 0)
-    info = jnp.finfo(sizes.dtype)
-    sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)
-    sizes = lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)
+    counts, info = jnp.isfinite(sizes) & (sizes > 0), jnp.finfo(sizes.dtype)
     largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
-    return jnp.where(counts, sizes, jnp.where(largest > 0, largest, 1))
-
-
-def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
-    """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
-
-    Inside `jax.shard_map`, the operands of an equation must vary over the same mesh axes. The
-    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline. The
-    shardings that equations name are those of arrays that the function closes over; they are
-    dropped, because shards have none.
-    """
-    jaxpr = program.jaxpr
-    values: dict[Any, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays])
-    )
-
-    def value(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else values[v]
-
-    for equation in jaxpr.eqns:
-        operands = [*map(value, equation.invars)]
-        if equation.primitive.name in ("jit", "pjit"):
-            results: Any = _evaluated(equation.params["jaxpr"], *operands)
-        elif equation.primitive.name == "reshard":
-            results = operands
-        else:
-            params = {
-                key: None if isinstance(param, NamedSharding) else param
-                for key, param in equation.primitive.get_bind_params(equation.params).items()
-            }
-            operands = [jnp.asarray(a) if isinstance(a, np.generic) else a for a in operands]
-            results = equation.primitive.bind(*sharding.vary_alike(operands), **params)
-            results = results if equation.primitive.multiple_results else [results]
-        values |= zip(equation.outvars, results)
-    return [*map(value, jaxpr.outvars)]
+    sizes = jnp.where(counts, sizes, jnp.where(largest > 0, largest, 1))
+    sizes = jnp.clip(sizes, info.smallest_normal, info.max / 2)
+    return lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors, Shards
-from jaxnorm.operations import linear_loss_chunks
+from jaxnorm.operations import linear_loss_call, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
@@ -56,18 +56,17 @@ class LossRules(Rules[LinearLossCall]):
 
         Results of rows are sharded like the rows of x. A gradient is sharded like its operand.
         """
-        by_name, mesh = dict(zip(head.primals, avals)), sharding.mesh_of(avals)
-        results = head.program.statistics | head.program.results
-        x, types = by_name["x"], []
+        by_name, mesh, x = dict(zip(head.primals, avals)), sharding.mesh_of(avals), avals[0]
+        of_rows, types = head.program.statistics | head.program.results, []
         for name, kind_ in zip(head.returns, head.kinds_returned):
-            if name in by_name:
-                dtype = head.gradient_dtype(by_name[name].dtype)
-                types.append(by_name[name].update(dtype=dtype, weak_type=False))
+            if (operand := by_name.get(name)) is not None:
+                dtype = head.gradient_dtype(operand.dtype)
+                types.append(operand.update(dtype=dtype, weak_type=False))
                 continue
-            of_row, axes = results[name], 0 if kind_ == "total" else x.ndim - 1
-            split = (*x.sharding.spec[:axes], *[None] * len(of_row.shape))
-            shape = (*x.shape[:axes], *of_row.shape)
-            types.append(sharding.type_like(x, mesh, shape, of_row.dtype, split))
+            axes, own = 0 if kind_ == "total" else x.ndim - 1, of_rows[name].shape
+            split = (*x.sharding.spec[:axes], *[None] * len(own))
+            shape = (*x.shape[:axes], *own)
+            types.append(sharding.type_like(x, mesh, shape, of_rows[name].dtype, split))
         return types
 
     def plain(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
@@ -148,7 +147,6 @@ class LossRules(Rules[LinearLossCall]):
         cotangents of all batch elements, and returns one gradient of weight, which is summed over
         the batch. So it needs memory for only one gradient of weight.
         """
-        size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
         parameters = {"weight", "columns", "shared"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
@@ -156,6 +154,7 @@ class LossRules(Rules[LinearLossCall]):
         if returns_gradients or parameters & {*head.kinds_returned, *batched}:
             one = functools.partial(self.bind, head)
             return sharding.map_batch(one, arrays, dims), [0] * len(head.kinds_returned)
+        size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: str) -> jax.Array:
             if kind in parameters:
@@ -166,9 +165,9 @@ class LossRules(Rules[LinearLossCall]):
         if head.direction != "fwd" or head.reduction == "none":
             return self.bind(head, *rows), [0] * len(head.kinds_returned)
         (losses,) = self.bind(dataclasses.replace(head, reduction="none"), *rows)
-        weights = dict(zip(head.primals, rows)).get("where", jnp.ones_like(losses))
+        where = dict(zip(head.primals, rows)).get("where", jnp.ones_like(losses))
         axes = range(1, losses.ndim)
-        scale = linear_loss_chunks.scale(weights.astype(losses.dtype), head.reduction, axes)
+        scale = linear_loss_call.scale(where.astype(losses.dtype), head.reduction, axes)
         return [scale * jnp.sum(losses, axes)], [0]
 
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
