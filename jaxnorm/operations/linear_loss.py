@@ -731,5 +731,5 @@ def _bound(
         shape = d, classes if loss.spec.loss.teacher_dtype is None else 2 * classes
         rows = chunk_rows(head.chunk, arrays["x"].size // max(d, 1), shape, *reversed(head.dtypes))
         call = loss_of_rows(loss, (rows, classes), 1, has_positions="where" in arrays)
-        call.forced(loss.implementation)
+        call.check_implementation()
     return linear_loss_primitive.bind(head, *arrays.values())

@@ -391,7 +391,7 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 
     platforms = mosaic.IMPLEMENTATION.platforms() or ()
     if jax.config.jax_disable_jit:
-        backends.placed(NAME, "mosaic", (backends.local_platform(),))
+        backends.check_platforms(NAME, "mosaic", (backends.local_platform(),))
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:
