@@ -59,15 +59,9 @@ FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_bwd)
 
 
 def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, implementation=None):
+    options = OptionsWithFactor(epsilon=epsilon, saved="input", factor=factor)
     (y,) = norm.normalise(
-        "rms_norm_scaled",
-        x,
-        {"scale": scale},
-        axis=axis,
-        epsilon=epsilon,
-        save="input",
-        implementation=implementation,
-        factor=factor,
+        "rms_norm_scaled", options, x, {"scale": scale}, axis, None, implementation
     )
     return y
 

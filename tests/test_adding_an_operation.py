@@ -27,7 +27,6 @@ from program_error import assert_computes
 from programs import equations, names
 
 import jaxnorm
-from jaxnorm.operations import norm
 from jaxnorm.primitives import remat
 from jaxnorm.tools import references, selfcheck
 from jaxnorm_kernels import xla
@@ -45,7 +44,6 @@ def added(monkeypatch):
     monkeypatch.setitem(OPERATIONS, "norm_scaled", added_operation.OPERATION)
     monkeypatch.setitem(FUNCTIONS, "rms_norm_scaled", added_operation.FUNCTION)
     monkeypatch.setitem(xla.FORMULAS, "norm_scaled", added_operation.FORMULAS)
-    monkeypatch.setattr(norm, "NormOptions", added_operation.OptionsWithFactor)
     monkeypatch.setattr(references, "norm_scaled", added_operation.reference, raising=False)
     function = added_operation.rms_norm_scaled
     monkeypatch.setattr(jaxnorm, "rms_norm_scaled", function, raising=False)

@@ -304,7 +304,7 @@ def broken(monkeypatch, tmp_path):
     order. A name occurs twice if its import was tried twice.
     """
     monkeypatch.setattr(backends, "_failures", {})
-    monkeypatch.setattr(backends, "_told", set())
+    monkeypatch.setattr(backends, "_warned", set())
     monkeypatch.syspath_prepend(tmp_path)
     counts = tmp_path / "counts"
 
@@ -323,7 +323,7 @@ def broken(monkeypatch, tmp_path):
 def lowering(monkeypatch):
     """Forget which kernels could not be lowered, before and after a test."""
     monkeypatch.setattr(backends, "_unlowered", {})
-    monkeypatch.setattr(backends, "_told", set())
+    monkeypatch.setattr(backends, "_warned", set())
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -30,7 +30,7 @@ from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, remat, row_operations, rules
 from jaxnorm_kernels import launching
-from jaxnorm_kernels.specs import LinearActivation, Name
+from jaxnorm_kernels.specs import LinearActivation, Name, NormOptions
 
 NAME = "rms_norm_linear"
 
@@ -248,14 +248,12 @@ def _call_of(
         backends.refuse(NAME, implementation, "fwd", (math.prod(shape[:-1]), shape[-1]), refusal)
     norm = norm_call(
         "rms_norm",
+        NormOptions(epsilon=epsilon, scale_offset=scale_offset, saved="input"),
         jax.ShapeDtypeStruct(shape, h.dtype),
         {name: a for name, a in others.items() if name == "scale"},
-        axis=-1,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=layer.dtype,
-        save="input",
-        implementation=None if implementation == "mosaic" else implementation,
+        -1,
+        layer.dtype,
+        None if implementation == "mosaic" else implementation,
     )
     # With `primitives` set, the norm counts as a step of another function, so its output gets no
     # name for `jax.checkpoint` policies (see `remat.names`).
@@ -393,7 +391,7 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 
     platforms = mosaic.IMPLEMENTATION.platforms() or ()
     if jax.config.jax_disable_jit:
-        backends.placed(NAME, "mosaic", (backends.local_platform(),))
+        backends.check_platforms(NAME, "mosaic", (backends.local_platform(),))
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:

@@ -131,10 +131,10 @@ def implementation_for(
         if first is not None and first.implementation is None:
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
-        backends.placed(function, name, [platform])
-        if first is None:  # only for rms_norm_linear, which checks `name` itself
-            return backends.Choice(name, "asked for by name")
-        return first.forced(name)
+        backends.check_platforms(function, name, [platform])
+        if first is not None:  # None only for rms_norm_linear, which checks `name` itself
+            first.check_implementation()
+        return backends.Choice(name, "asked for by name")
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
 
