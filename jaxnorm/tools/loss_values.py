@@ -108,10 +108,10 @@ class Loss:
             bias = zero / (scales[-1] or 1.0)
             if np.any(bias):
                 options["bias"] = "the added vector"
-            others = [stored(a).ravel() for v, a in draw.arrays.items() if v not in self.rows]
-            vectors = [0 * z, *(a for a in others if a.size == z.size)]
+            inputs = [v for v in draw.arrays if v not in self.rows and v.size == z.size]
+            vectors = [0 * z, *(draw.row(v) for v in inputs)]
             is_linear = scales[-1] and agree(scales[-1] * z, y - zero)
-            if not (is_linear and any(agree(bias, vector) for vector in vectors)):
+            if not (is_linear and any(agree(bias, v) for v in vectors)):
                 return None
         if np.ptp(scales) > _ROUNDING * abs(scales[0]):
             inputs = self.draws[0].drawn.items()

@@ -86,13 +86,14 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
         shape = [1 if i == head.axis else n for i, n in enumerate(head.logits.shape)]
         numbers = np.arange(math.prod(shape)).reshape(shape)
         rows[head.logits] = np.broadcast_to(numbers, head.logits.shape)
-    draw, after = Draw(rows, {}, {}), reached(rows, lambda v: v.users)
+    draws = [Draw(rows, {}, {}, seed) for seed in range(2)]
+    after = reached(rows, lambda v: v.users)
     for value in program.values:
         # An operand that is computed from the logits of several positions is no input.
         own = [v for v in value.operands if v in after]
         if own and rows.keys() >= {*own} and value in program.live and value not in rows:
             with contextlib.suppress(*_ERRORS):
-                rows[value] = _positions(value, rows, draw)
+                rows[value] = _positions(value, rows, draws)
     return rows
 
 
@@ -102,18 +103,25 @@ def sums_classes(user: Value, rows: np.ndarray) -> bool:
     return user.made_by == "reduce_sum" and of_classes <= {*user.equation.params["axes"]}
 
 
-def _positions(value: Value, rows: Rows, draw: "Draw") -> np.ndarray:
+def _positions(value: Value, rows: Rows, draws: Sequence["Draw"]) -> np.ndarray:
     """Return the positions of an array; raise an error if it mixes positions."""
     first, *others = value.operands
     if value.made_by in _VIEWS:
         return _VIEWS[value.made_by](value, rows[first])
     if value.made_by == "gather" and first in rows and others[0] not in rows:
-        return _gathered(value, rows[first], draw(others[0]))
+        picked, same = (_gathered(value, rows[first], draw(others[0])) for draw in draws)
+        if np.any(picked != same):  # which positions are picked depends on the inputs
+            raise UnknownError(value.made_by)
+        return picked
     own, axes = [stored(rows[v]) for v in value.operands if v in rows], _combined(value)
     is_mixed = any(own[0].shape[i] > 1 for i in axes)
     if is_mixed or not all(np.array_equal(own[0], a) for a in own[1:]):
         raise UnknownError(value.made_by)
-    one = own[0].squeeze(axes) if own[0].ndim > len(value.shape) else own[0]
+    one = own[0]
+    if value.made_by == "stack":
+        one = np.expand_dims(one, value.equation.params["axis"])
+    elif one.ndim > len(value.shape):
+        one = one.squeeze(axes)
     return np.broadcast_to(one, value.shape)
 
 
@@ -123,7 +131,7 @@ def _combined(value: Value) -> tuple[int, ...]:
         return ()
     if value.made_by in _ALONG:
         params = value.equation.params
-        axes = (params[name] for name in ("axes", "axis", "dimension") if name in params)
+        axes = (params[name] for name in _AXES if name in params)
         return tuple(np.atleast_1d(next(axes)).tolist())
     if value.made_by == "dot_general":  # an inner product of rows: the positions are batch axes
         (axes, others), (batch, of_others) = value.equation.params["dimension_numbers"]
@@ -294,14 +302,15 @@ _ELEMENTWISE = {
     "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
     "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
     "mul", "ne", "neg", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin",
-    "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
+    "sinh", "sqrt", "square", "stack", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 
-# Primitives that combine the elements along the axes that a parameter names.
+# Primitives that combine the elements along some axes, and the parameters that name the axes.
+_AXES = ("axes", "axis", "dimension", "dimensions")
 _ALONG = {
     "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
     "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
-    "sort",
+    "rev", "sort", "top_k",
 }  # fmt: skip
 
 # Primitives that return the elements of their operand in another shape or order.
