@@ -113,10 +113,11 @@ def compile_cell(cell: Timed) -> Program:
     rows, parameters, cotangents = jax.eval_shape(
         lambda: random_arrays(0, *arguments_of(cell.workload))
     )
+    options = timing.matmul_options() if cell.workload.has_matmul else None
     start = time.perf_counter()
 
     def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
-        return jax.jit(step).lower(*shapes).compile()
+        return jax.jit(step).lower(*shapes).compile(options)
 
     def timed(call: Any, operands: Callable[..., tuple[Any, ...]]) -> Program:
         took = time.perf_counter() - start

@@ -251,9 +251,22 @@ def folder(text: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = parse(argv)
+    status = measured(given)
+    folder = folder_of(given)
+    print(f"results are in {folder}; python -m benchmarks.tables --results {folder} prints tables")
+    return status
+
+
+def folder_of(given: argparse.Namespace) -> Path:
+    """Return the folder of the CSV files."""
+    return given.out or results.RESULTS / results.this_machine().folder
+
+
+def measured(given: argparse.Namespace) -> int:
+    """Measure what the command line asks for, and return an exit code."""
     selection = selected(given)
     on = results.this_machine()
-    folder = given.out or results.RESULTS / on.folder
+    folder = folder_of(given)
     folder.mkdir(parents=True, exist_ok=True)
     commit = given.commit or results.commit()
     suites = [SUITES[name] for name in given.suites or SUITES]
@@ -268,7 +281,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt):  # the next run continues from there
         workers = given.workers or processes.default_workers(on)
         measure(run, todo, workers=workers, limit_s=given.limit)
-    print(f"results are in {folder}; python -m benchmarks.tables --results {folder} prints tables")
     return 0
 
 

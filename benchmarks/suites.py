@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import compile_times, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.compile_times import CompileCell, shaped_workload
-from benchmarks.losses import LOSSES, LossWorkload
+from benchmarks.losses import LOSSES, OF_LAYERS, OF_LOGITS, LossWorkload
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import DTYPES, GRID, Direction, Shape, Workload
@@ -171,6 +171,7 @@ def _shaped(table: Mapping[str, Any]) -> Callable[[Shapes], Iterator[Cell]]:
 
 
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
+_TIME_OF_LAYERS = {"us": 2, "compile_s": 2, "temp_bytes": 0}
 _COMPILE = {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3}
 _STEP = {"ms": 2, "kernels_ms": 2, "tokens_per_s": 0, "temp_bytes": 0, "peak_bytes": 0}
 _LOSSES = {f"loss_{step}": 4 for step in LOSS_STEPS}
@@ -182,7 +183,8 @@ SUITES: dict[str, Suite] = {
         Suite("kernels", TimedCell, _TIME, _timed([*GRID], ("fwd", "bwd"))),
         Suite("api", TimedCell, _TIME, _timed(("powers of two", "model widths"), ("fwd+bwd",))),
         Suite("blocks", ShapedCell, {**_TIME, "kernels": 0}, _shaped(BLOCKS)),
-        Suite("loss", ShapedCell, {**_TIME, "temp_bytes": 0}, _shaped(LOSSES)),
+        Suite("loss", ShapedCell, {**_TIME, "temp_bytes": 0}, _shaped(OF_LOGITS)),
+        Suite("linear_loss", ShapedCell, _TIME_OF_LAYERS, _shaped(OF_LAYERS)),
         Suite("training", TrainingCell, _STEP | _LOSSES, models.cells, sides=_JAX, batch=1),
         Suite("capacity", TrainingCell, {"batch_in_80gb": 0}, models.cells, sides=_JAX, batch=1),
         Suite("compile", CompileCell, _COMPILE, compile_times.cells, sides=_JAX, in_turn=True),

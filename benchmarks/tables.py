@@ -127,6 +127,18 @@ def _range(ratios: Sequence[float] | None) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f})" if ratios else "-"
 
 
+def linear_losses(folders: Sequence[Path]) -> str:
+    """Return a table with milliseconds and GB of temporary memory of losses of linear layers."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    rows = rows_of("linear_loss", folders)
+    for row in rows:
+        figure = f"{float(row['us']) / 1e3:.2f} / {float(row['temp_bytes'] or 'nan') / 1e9:.2f}"
+        found[f"{row['op']}, {PROVIDERS[row['provider']].label}"][row["shape"]] = figure
+    shapes = dict.fromkeys(row["shape"] for row in rows)
+    body = [[name, *(of.get(shape, "-") for shape in shapes)] for name, of in found.items()]
+    return table(["ms / GB", *shapes], body)
+
+
 # Training steps.
 
 
@@ -243,6 +255,7 @@ def compile_times(folders: Sequence[Path]) -> str:
 # Maps the name of each table to its suite and to a function of the folders of results.
 TABLES: dict[str, tuple[str, Callable[[Sequence[Path]], str]]] = {
     **{suite: (suite, functools.partial(speeds, suite)) for suite in WORKLOADS},
+    "linear_loss": ("linear_loss", linear_losses),
     "steps": ("training", steps),
     "training": ("training", training),
     "capacity": ("capacity", capacity),

@@ -22,10 +22,6 @@ KERNEL_STEPS = 10
 # number, bisection is used.
 _GUESSES = 8
 
-# XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
-# options, every variant uses the matmuls that cuBLAS chooses.
-GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
-
 
 class Step:
     """A training step and its inputs. Its programs are compiled when they are first used.
@@ -47,17 +43,16 @@ class Step:
         batch: int,
         shardings: Callable[[State], tuple[Any, Any]] = lambda state: (None, None),
     ) -> None:
-        on_gpu = jax.default_backend() == "gpu"
         self.model = Model(
             cell.size,
             VARIANTS[cell.provider],
             cell.remat,
             cell.dtype,
             cell.layers,
-            "cudnn" if on_gpu else "xla",
+            "cudnn" if jax.default_backend() == "gpu" else "xla",
         )
         self.tokens = batch * cell.size.seq
-        self.options = GPU_OPTIONS if on_gpu else None
+        self.options = timing.matmul_options()
         self._batch_shape = (batch, cell.size.seq + 1)
         self._types = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
         self._state_shardings, self._batch_shardings = shardings(self._types[0])

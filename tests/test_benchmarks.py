@@ -16,6 +16,7 @@ from benchmarks import (
     against_plain,
     calls,
     jax_side,
+    linear_loss,
     providers,
     results,
     run,
@@ -93,7 +94,7 @@ def test_selections_of_the_command_line():
         *(("scan", "jnp"), ("scan", "jaxnorm-products")),
         *(("unrolled", "jnp"), ("unrolled", "jaxnorm-products")),
     ]
-    losses = asked("loss --shapes 4x32 4x8x32 --providers jnp --dtypes bfloat16")
+    losses = asked("loss linear_loss --shapes 4x32 4x8x32 --providers jnp --dtypes bfloat16")
     assert {c.op for c in losses} == {*LOSSES}
     for cell in losses:
         assert cell.op.startswith(("linear", "capped_linear")) == (cell.shape == "4x8x32")
@@ -207,7 +208,11 @@ def test_the_providers_compute_the_block(name, op):
 
 @pytest.mark.parametrize(
     ("name", "op"),
-    [*itertools.product(("jaxnorm",), LOSSES), *itertools.product(("optax",), CROSS_ENTROPIES)],
+    [
+        *itertools.product(("jaxnorm",), LOSSES),
+        *itertools.product(("optax",), CROSS_ENTROPIES),
+        *((name, "linear_cross_entropy") for name in linear_loss.PROVIDERS[1:-4]),
+    ],
 )
 def test_the_providers_compute_the_loss(name, op):
     """All measured implementations compute the same loss and gradients as jnp."""
@@ -288,7 +293,7 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     ("suite", "arguments", "count"),
     [
         ("blocks", "--ops add_rms_norm --dtypes mixed --shapes 4x32 --providers jaxnorm jnp", 4),
-        ("loss", "--ops linear_cross_entropy --shapes 4x8x32 --providers jaxnorm", 1),
+        ("loss", "--ops cross_entropy --dtypes float32 --shapes 4x32 --providers jaxnorm", 2),
         ("compile", "--ops rms_norm --dtypes mixed --shapes 1x128", 1),
     ],
 )
@@ -297,6 +302,19 @@ def test_suites_on_the_cpu(suite, arguments, count, tmp_path, capsys):
     assert [r["status"] for r in rows] == ["ok"] * count
     assert tables.main([suite, "--results", str(tmp_path)]) == 0
     assert rows[0]["op"] in capsys.readouterr().out
+
+
+def test_linear_losses_on_the_cpu(tmp_path, capsys):
+    """The command writes a row for each way to compute the loss, and prints all in a table."""
+    if results.this_machine() != Machine("cpu"):
+        pytest.skip("takes the GPU's memory from the tests")
+    arguments = ["--shapes", "4x8x32", "--providers", "linear_loss", "jaxnorm_2048"]
+    assert linear_loss.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert [r["status"] for r in Table(tmp_path, SUITES["linear_loss"]).rows()] == ["ok"] * 2
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"\| ms / GB \| 4x8x32 \|.*, linear_loss of jaxnorm's loss \| [\d.]+ /", printed, re.DOTALL
+    )
 
 
 def test_neither_side_is_needed_to_plan():
