@@ -1,6 +1,7 @@
 """Measures training steps of the models in language_models.py: time, memory and losses."""
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks import language_models, models, timing
 from benchmarks.language_models import Model, State
-from benchmarks.models import LOSS_STEPS, TrainingCell
+from benchmarks.models import LOSS_STEPS, CompileCell, TrainingCell
 from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
@@ -152,11 +153,43 @@ def speed(step: Step) -> Figures:
     }
 
 
-def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
-    """Compile a cell of the suite "training" or "capacity", and return a function that measures it.
+def compile_seconds(cell: CompileCell) -> Figures:
+    """Return the results of the suite `compile`: the seconds to trace, lower and compile a step.
 
-    The suite "capacity" only compiles steps, to find the largest batch that fits.
+    Without a GPU, the step is lowered for a GPU but not compiled.
     """
+    jax.config.update("jax_enable_compilation_cache", False)  # do not load programs from a cache
+    on_gpu = jax.default_backend() == "gpu"
+    # The first time imports modules and initialises compilers, and is not returned.
+    for _ in range(2):
+        step = Step(cell.step, cell.step.batch)
+        jax.clear_caches()
+        times = [time.perf_counter()]
+        traced = step.trace()
+        times.append(time.perf_counter())
+        lowered = traced.lower() if on_gpu else traced.lower(lowering_platforms=("cuda",))
+        times.append(time.perf_counter())
+        if on_gpu:
+            lowered.compile(step.options)
+        times.append(time.perf_counter())
+    trace_s, lower_s, compile_s = (b - a for a, b in itertools.pairwise(times))
+    return {
+        "trace_s": trace_s,
+        "lower_s": lower_s,
+        "compile_s": compile_s if on_gpu else None,
+        "total_s": times[-1] - times[0],
+    }
+
+
+def prepare(suite: str, cell: Any) -> Callable[[], Figures]:
+    """Compile a cell of one of three suites, and return a function that measures it.
+
+    The suite "capacity" only compiles steps, to find the largest batch that fits. The suite
+    "compile" measures the compilation itself.
+    """
+    if suite == "compile":
+        figures = compile_seconds(cell)
+        return lambda: figures
     step = Step(cell, cell.batch)
     if suite == "training":
         _ = step.run, step.initial, step.batch

@@ -27,7 +27,7 @@ from benchmarks.losses import CROSS_ENTROPIES, LOSSES, LossWorkload
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS
 from benchmarks.providers.jnp_functions import layer_norm, rms_norm
-from benchmarks.results import ROOT, Machine, Table
+from benchmarks.results import ROOT, Table
 from benchmarks.suites import SUITES, Selection, ShapedCell, TimedCell
 from benchmarks.workloads import GRID, OPERATIONS, Workload
 
@@ -106,13 +106,10 @@ def test_selections_of_the_command_line():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["speed"], "got 'speed'; expected one of kernels, api"),
+        (["speed"], "got speed; expected some of kernels, api"),
         (["--shapes", "8192,4096"], "got '8192,4096'; expected ROWSxCOLS"),
         (["--shapes", "0x4096"], "got '0x4096'; expected ROWSxCOLS"),
         (["--providers", "apex"], "invalid choice: 'apex'"),
-        (["--workers", "all"], "got 'all'; expected a number, 1 or more"),
-        (["--limit", "0"], "got '0'; expected seconds, more than 0"),
-        (["--out", "results.csv"], "got 'results.csv'; expected a folder"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
@@ -237,7 +234,7 @@ def test_the_providers_compute_the_loss(name, op):
 
 def test_rows_survive_the_csv(tmp_path):
     table = Table(tmp_path, KERNELS)
-    runs = run.Run(tmp_path, Machine("cpu"), "abc1234", {"xla": "jax 1"})
+    runs = run.Run(tmp_path, "cpu", "abc1234", {"xla": "jax 1"})
     figures = {"us": 1.234, "main_us": 1.0, "gbps": 1234.56, "roof": 0.98765, "compile_s": 0.1}
     first = runs.row(KERNELS, Outcome(CELL, figures, "ok"))
     failed = runs.row(KERNELS, Outcome(CELL, {}, "failed: out, of\tmemory"))
@@ -249,7 +246,7 @@ def test_rows_survive_the_csv(tmp_path):
 
 
 def test_what_has_a_row_is_not_measured_again(tmp_path):
-    runs = run.Run(tmp_path, Machine("cpu"), "abc1234", {"xla": "jax 1"})
+    runs = run.Run(tmp_path, "cpu", "abc1234", {"xla": "jax 1"})
     other = dataclasses.replace(CELL, cols=64)
     cells = [CELL, other, dataclasses.replace(CELL, provider="optax")]
     assert runs.todo(KERNELS, cells, again=False) == [CELL, other]
@@ -270,7 +267,7 @@ def test_columns_of_a_csv(tmp_path):
 
 def rows_of_run(folder, suite, arguments):
     """Run the benchmarks with these arguments, and return the suite's rows in `folder`."""
-    if results.this_machine() != Machine("cpu"):
+    if results.device() != "cpu":
         pytest.skip("takes the GPU's memory from the tests")
     assert run.main([suite, *arguments.split(), "--out", str(folder)]) == 0
     return Table(folder, SUITES[suite]).rows()
@@ -280,8 +277,8 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     """A run in two processes writes rows; a second run finds nothing left to do."""
     arguments = "--ops rms_norm --dtypes bfloat16 --shapes 4x32 --providers xla jnp --workers 2"
     rows = rows_of_run(tmp_path, "kernels", arguments)
-    assert [(r["direction"], r["provider"], r["status"]) for r in rows] == [
-        (direction, provider, "ok") for direction in ("fwd", "bwd") for provider in ("xla", "jnp")
+    assert sorted((r["direction"], r["provider"], r["status"]) for r in rows) == [
+        (direction, provider, "ok") for direction in ("bwd", "fwd") for provider in ("jnp", "xla")
     ]
     assert all(float(r["us"]) > 0 and float(r["roof"]) > 0 for r in rows)
     capfd.readouterr()
@@ -294,7 +291,6 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     [
         ("blocks", "--ops add_rms_norm --dtypes mixed --shapes 4x32 --providers jaxnorm jnp", 4),
         ("loss", "--ops cross_entropy --dtypes float32 --shapes 4x32 --providers jaxnorm", 2),
-        ("compile", "--ops rms_norm --dtypes mixed --shapes 1x128", 1),
     ],
 )
 def test_suites_on_the_cpu(suite, arguments, count, tmp_path, capsys):
@@ -306,7 +302,7 @@ def test_suites_on_the_cpu(suite, arguments, count, tmp_path, capsys):
 
 def test_linear_losses_on_the_cpu(tmp_path, capsys):
     """The command writes a row for each way to compute the loss, and prints all in a table."""
-    if results.this_machine() != Machine("cpu"):
+    if results.device() != "cpu":
         pytest.skip("takes the GPU's memory from the tests")
     arguments = ["--shapes", "4x8x32", "--providers", "linear_loss", "jaxnorm_2048"]
     assert linear_loss.main([*arguments, "--out", str(tmp_path)]) == 0
@@ -333,12 +329,13 @@ def test_the_committed_results_have_tables(capsys):
     assert tables.main([]) == 0
     printed = capsys.readouterr().out
     assert len(re.findall(r"(?:^\|.*\n)+", printed, re.MULTILINE)) >= 5
-    assert "| llama-1b, 4 x 2048 | none | all of jaxnorm" in printed
+    assert "| llama-1b, batch 4, scan, none, all of jaxnorm" in printed
+    assert "| gpt2-small scan, plain JAX and optax | " in printed
 
 
 def test_a_ratio_is_above_1_where_jaxnorm_is_faster(tmp_path):
     table = Table(tmp_path, KERNELS)
-    runs = run.Run(tmp_path, Machine("a GPU"), "abc1234", {"jaxnorm": "jax 1", "jnp": "jax 1"})
+    runs = run.Run(tmp_path, "a GPU", "abc1234", {"jaxnorm": "jax 1", "jnp": "jax 1"})
     for cols, ratio in ((32, 2.0), (64, 3.0), (128, 0.5)):
         for name, us in (("jaxnorm", 10.0), ("jnp", 10 * ratio)):
             cell = dataclasses.replace(CELL, cols=cols, provider=name)
