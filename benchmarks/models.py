@@ -49,6 +49,15 @@ MODELS = {
     "llama-1b": _LLAMA_1B,
     "llama-1b-qk": dataclasses.replace(_LLAMA_1B, qk_norm=True),
 }
+
+
+def tiny(size: Size) -> Size:
+    """Return a small size of a model, to test how it is measured."""
+    kv_heads = 4 if size.kind == "gpt2" else 2
+    small = dataclasses.replace(size, layers=4, width=256, heads=4, kv_heads=kv_heads, hidden=512)
+    return dataclasses.replace(small, vocabulary=1024, seq=32, batch=2)
+
+
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]

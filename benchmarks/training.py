@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks import language_models, models, timing
 from benchmarks.language_models import Model, State
-from benchmarks.models import LOSS_STEPS, CompileCell, TrainingCell
+from benchmarks.models import LOSS_STEPS, TrainingCell
 from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
@@ -35,7 +35,7 @@ class Step:
       batch: a function that returns the tokens of step number i.
 
     The constructor's argument `shardings` is a function of the state. It returns the shardings of
-    the state and of the tokens; without a mesh, both are None.
+    the state and of the tokens; without a mesh, both are None. `remat` is applied to the loss.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class Step:
         cell: TrainingCell,
         batch: int,
         shardings: Callable[[State], tuple[Any, Any]] = lambda state: (None, None),
+        remat: Callable[..., Any] = lambda loss: loss,
     ) -> None:
+        self.remat = remat
         self.model = Model(
             cell.size,
             VARIANTS[cell.provider],
@@ -59,7 +61,7 @@ class Step:
         self._state_shardings, self._batch_shardings = shardings(self._types[0])
 
     def trace(self) -> Any:
-        step = functools.partial(language_models.train_step, self.model)
+        step = functools.partial(language_models.train_step, self.model, remat=self.remat)
         jitted = jax.jit(
             step,
             donate_argnums=0,
@@ -127,6 +129,21 @@ class Step:
             losses.append(float(loss))
         return state, times, losses
 
+    def round(self, steps: int) -> tuple[float, float]:
+        """Return the milliseconds of a step, of several that run back to back, and the first loss.
+
+        The steps begin with the initial state. Two more are not timed.
+        """
+        tokens = self.batch(0)
+        state, first = self.run(self.initial(), tokens)
+        state, _ = self.run(state, tokens)
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, _ = self.run(state, tokens)
+        jax.block_until_ready(state)
+        return 1e3 * (time.perf_counter() - start) / steps, float(first)
+
     def kernels(self, state: State) -> list[tuple[str, float]]:
         """Return the name and microseconds of each GPU kernel that runs in KERNEL_STEPS steps."""
         tokens = jax.block_until_ready(self.batch(0))
@@ -153,25 +170,23 @@ def speed(step: Step) -> Figures:
     }
 
 
-def compile_seconds(cell: CompileCell) -> Figures:
+def compile_seconds(cell: TrainingCell) -> Figures:
     """Return the results of the suite `compile`: the seconds to trace, lower and compile a step.
 
     Without a GPU, the step is lowered for a GPU but not compiled.
     """
     jax.config.update("jax_enable_compilation_cache", False)  # do not load programs from a cache
     on_gpu = jax.default_backend() == "gpu"
-    # The first time imports modules and initialises compilers, and is not returned.
-    for _ in range(2):
-        step = Step(cell.step, cell.step.batch)
-        jax.clear_caches()
-        times = [time.perf_counter()]
-        traced = step.trace()
-        times.append(time.perf_counter())
-        lowered = traced.lower() if on_gpu else traced.lower(lowering_platforms=("cuda",))
-        times.append(time.perf_counter())
-        if on_gpu:
-            lowered.compile(step.options)
-        times.append(time.perf_counter())
+    step = Step(cell, cell.batch)
+    jax.clear_caches()
+    times = [time.perf_counter()]
+    traced = step.trace()
+    times.append(time.perf_counter())
+    lowered = traced.lower() if on_gpu else traced.lower(lowering_platforms=("cuda",))
+    times.append(time.perf_counter())
+    if on_gpu:
+        lowered.compile(step.options)
+    times.append(time.perf_counter())
     trace_s, lower_s, compile_s = (b - a for a, b in itertools.pairwise(times))
     return {
         "trace_s": trace_s,
@@ -181,6 +196,12 @@ def compile_seconds(cell: CompileCell) -> Figures:
     }
 
 
+@functools.cache
+def _warm_up(variant: str) -> None:
+    """Compile another step, so that modules are imported and compilers are initialised."""
+    compile_seconds(TrainingCell("gpt2-small", "none", "scan", "bfloat16", 1, variant))
+
+
 def prepare(suite: str, cell: Any) -> Callable[[], Figures]:
     """Compile a cell of one of three suites, and return a function that measures it.
 
@@ -188,7 +209,8 @@ def prepare(suite: str, cell: Any) -> Callable[[], Figures]:
     "compile" measures the compilation itself.
     """
     if suite == "compile":
-        figures = compile_seconds(cell)
+        _warm_up(cell.provider)
+        figures = compile_seconds(cell.step)
         return lambda: figures
     step = Step(cell, cell.batch)
     if suite == "training":

@@ -117,6 +117,7 @@ def test_a_training_step(cell):
 
 def test_compile_times(cell, monkeypatch):
     """Without a GPU, a step is lowered for a GPU, and its compilation is not timed."""
+    monkeypatch.setattr(training, "_warm_up", lambda variant: None)
     monkeypatch.setitem(models.COMPILED, "tiny scan", ("tiny", "scan", 2))
     named = models.CompileCell("tiny scan", "2x24", "bfloat16", "jaxnorm-norms")
     figures = training.prepare("compile", named)()
