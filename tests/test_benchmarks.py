@@ -348,19 +348,20 @@ def test_a_ratio_is_above_1_where_jaxnorm_is_faster(tmp_path):
 
 def test_against_plain_jax(monkeypatch, capsys):
     """All variants of a case compute the same, and the table has a ratio for each direction."""
-    found = [
-        against_plain._scaled_losses("float32", 8, 256),
-        against_plain._attentions(1, 2, 8),
-        against_plain._linear_losses("float32", 8, 16, 256),
-        against_plain._norm_linears(8, 16, 32),
-        against_plain._vmapped(8, 32, 2),
-        against_plain._scans(8, 32, 2),
-    ]
-    cases = dict(itertools.chain(*found))
+    cases = {
+        **against_plain._scaled_losses("float32", 8, 256),
+        **against_plain._attentions(1, 2, 8),
+        **against_plain._linear_losses("float32", 8, 16, 256),
+        **against_plain._norm_linears(8, 16, 32),
+        **against_plain._vmapped(8, 32, 2),
+        **against_plain._scans(8, 32, 2),
+    }
     for case in cases.values():
-        operands = against_plain._arrays(0, case.operands, case.classes)
+        rows, parameters, _ = case.inputs(0)
         types = {
-            name: [(a.shape, a.dtype) for a in jax.tree.leaves(jax.eval_shape(f, *operands))]
+            name: [
+                (a.shape, a.dtype) for a in jax.tree.leaves(jax.eval_shape(f, *rows, *parameters))
+            ]
             for name, f in case.variants.items()
         }
         assert all(each == types["plain"] for each in types.values()), types
@@ -372,6 +373,6 @@ def test_against_plain_jax(monkeypatch, capsys):
     _, *printed = capsys.readouterr().out.split("\n\n")
     assert [text.splitlines()[0] for text in printed] == [divergence, scan]
     for text, passes in zip(printed, (3, 1), strict=True):
-        plain, *others = [line.split() for line in text.splitlines()[2:]]
+        plain, *others = [line.split(" | ") for line in text.splitlines()[3:]]
         assert plain.count("1.00") == 2 * passes
         assert others
