@@ -8,8 +8,8 @@ Usage, from the root of the repository::
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
 and lower the step. All rows run in one process, one after the other, three times. Rows whose names
-begin with "maxtext" have MaxText's policies, and the linear loss. With `--fsdp`, the state and the sequences are sharded over
-all GPUs, with the same number of sequences on each; temp is per GPU.
+begin with "maxtext" have MaxText's policies, and the linear loss. With `--fsdp`, the state and the
+sequences are sharded over all GPUs, with the same number of sequences on each; temp is per GPU.
 """
 
 import argparse
