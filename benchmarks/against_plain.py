@@ -93,13 +93,20 @@ def _with(plain: Function, function: Function, *names: str) -> dict[str, Functio
 _PLAIN_ADD_NORM = variants.add_then(variants.rms_norm)
 
 
+def _sum(add_norm: Function, x: Any, residual: Any, scale: Any) -> Any:
+    return add_norm(x, residual, scale=scale)
+
+
 def _norms(dtype: str, rows: int, cols: int) -> Cases:
     x, shape = ((rows, cols), dtype), f"{dtype} {rows}x{cols}"
     # A kernel of the backward pass exists only for rows in multiples of 16 bytes.
     names = ("xla",) if cols * ITEMSIZE[dtype] % 16 else ("xla", "mosaic")
     rms = _with(variants.rms_norm, jaxnorm.rms_norm, *names)
     layer = _with(variants.layer_norm, jaxnorm.layer_norm, *names)
-    sums = _with(_PLAIN_ADD_NORM, jaxnorm.add_rms_norm, *names)
+    sums = {
+        name: functools.partial(_sum, add_norm)
+        for name, add_norm in _with(_PLAIN_ADD_NORM, jaxnorm.add_rms_norm, *names).items()
+    }
     return {
         f"rms_norm {shape}": Case((x,), rms, ((cols,),), (0, 1)),
         f"layer_norm {shape}": Case((x,), layer, ((cols,),) * 2, (0, 1, 2)),

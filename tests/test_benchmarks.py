@@ -350,6 +350,9 @@ def test_against_plain_jax(monkeypatch, capsys):
     """All variants of a case compute the same, and the table has a ratio for each direction."""
     cases = {
         **against_plain._scaled_losses("float32", 8, 256),
+        **against_plain._norms("float32", 8, 32),
+        **against_plain._softmaxes("float32", 8, 32, "bfloat16"),
+        **against_plain._activations(8, 16, 32),
         **against_plain._attentions(1, 2, 8),
         **against_plain._linear_losses("float32", 8, 16, 256),
         **against_plain._norm_linears(8, 16, 32),
