@@ -165,15 +165,13 @@ def compile_cell(cell: Timed) -> Program:
     )
 
 
-def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
-    return [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
-
-
 def kernel_time(cell: Timed, program: Program) -> Figures:
-    roof = None if cell.workload.has_matmul else timing.copy_roof(cell.workload.bytes)
-    measured = timing.measure(program.call, operands_of(cell, program))
+    copy_us = None if cell.workload.has_matmul else timing.copy_us(cell.workload.bytes)
+    operands = [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
+    measured = timing.measure(program.call, operands)
     return {
-        **measured.figures(cell.workload, roof),
+        **dataclasses.asdict(measured),
+        "roof": copy_us and copy_us / measured.us,
         "compile_s": program.compile_s,
         "temp_bytes": program.temp_bytes,
     }

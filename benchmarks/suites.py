@@ -176,7 +176,7 @@ def _shaped(table: Mapping[str, Any]) -> Callable[[Shapes], Iterator[Cell]]:
     return cells
 
 
-_TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
+_TIME = {"us": 2, "roof": 4, "compile_s": 2}
 _TIME_OF_LAYERS = {"us": 2, "compile_s": 2, "temp_bytes": 0}
 _COMPILE = {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3}
 _STEP = {"ms": 2, "kernels_ms": 2, "tokens_per_s": 0, "temp_bytes": 0, "peak_bytes": 0}

@@ -144,25 +144,25 @@ class Step:
         jax.block_until_ready(state)
         return 1e3 * (time.perf_counter() - start) / steps, float(first)
 
-    def kernels(self, state: State) -> list[tuple[str, float]]:
-        """Return the name and microseconds of each GPU kernel that runs in KERNEL_STEPS steps."""
+    def kernels_ms(self, state: State) -> float | None:
+        """Return the milliseconds of all kernels of a step on a GPU, or None on a CPU."""
+        if jax.default_backend() != "gpu":
+            return None
         tokens = jax.block_until_ready(self.batch(0))
         with timing.kernels() as ran:
             for _ in range(KERNEL_STEPS):
                 state, _ = self.run(state, tokens)
             jax.block_until_ready(state)
-        return ran
+        return sum(ran) / KERNEL_STEPS / 1e3
 
 
 def speed(step: Step) -> Figures:
     """Return the results of the suite `training`: median time, kernel time, memory and losses."""
     state, times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
-    on_gpu = jax.default_backend() == "gpu"
-    us = sum(us for _, us in step.kernels(state)) / KERNEL_STEPS if on_gpu else None
     return {
         "ms": ms,
-        "kernels_ms": None if us is None else us / 1e3,
+        "kernels_ms": step.kernels_ms(state),
         "tokens_per_s": step.tokens / ms * 1e3,
         "temp_bytes": step.temp_bytes,
         "peak_bytes": step.peak_bytes,

@@ -124,8 +124,7 @@ def test_bad_arguments(arguments, message, capsys):
 
 def test_medians_over_calls():
     timing = calls.of_kernels([1.0, 5.0, 2.0, 6.0, 3.0, 10.0], calls=3)
-    assert (timing.us, timing.main_us, timing.kernels) == (8.0, 6.0, 2)
-    assert timing.gbps(16_000) == pytest.approx(2.0)
+    assert (timing.us, timing.kernels) == (8.0, 2)
     with pytest.raises(RuntimeError, match="7 kernels in 3 calls"):
         calls.of_kernels([1.0] * 7, calls=3)
 
@@ -186,18 +185,17 @@ def test_the_providers_compute_the_operation(name, op):
 SMALL_SHAPES = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}
 
 
-@pytest.mark.parametrize("name", ["jaxnorm", "composed"])
 @pytest.mark.parametrize("op", BLOCKS)
-def test_the_providers_compute_the_block(name, op):
+def test_the_providers_compute_the_block(op):
     """The results have the dtypes that the benchmark assumes when it counts bytes."""
     shape = SMALL_SHAPES[len(BLOCKS[op].shapes[0])]
     for dtype in ("float32", "mixed"):
         workload = BlockWorkload(op, "fwd", shape, dtype)
-        if not PROVIDERS[name].offers(workload):
+        if not PROVIDERS["jaxnorm"].offers(workload):
             continue
         rows, parameters, _ = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
         parameters = [p.astype("bfloat16").astype("float32") for p in parameters]
-        expected, ours = (providers.function(n, op, workload.y_dtype) for n in ("jnp", name))
+        expected, ours = (providers.function(n, op, workload.y_dtype) for n in ("jnp", "jaxnorm"))
         actual = jax.tree.leaves(ours(*rows, *parameters))
         assert [a.dtype for a in actual] == [d for _, d in workload.cotangents]
         assert_computes(actual, expected, *rows, *parameters, like=ours)
@@ -235,7 +233,7 @@ def test_the_providers_compute_the_loss(name, op):
 def test_rows_survive_the_csv(tmp_path):
     table = Table(tmp_path, KERNELS)
     runs = run.Run(tmp_path, "cpu", "abc1234", {"xla": "jax 1"})
-    figures = {"us": 1.234, "main_us": 1.0, "gbps": 1234.56, "roof": 0.98765, "compile_s": 0.1}
+    figures = {"us": 1.234, "roof": 0.98765, "compile_s": 0.1}
     first = runs.row(KERNELS, Outcome(CELL, figures, "ok"))
     failed = runs.row(KERNELS, Outcome(CELL, {}, "failed: out, of\tmemory"))
     for row in (first, failed):

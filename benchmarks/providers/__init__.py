@@ -92,20 +92,6 @@ PROVIDERS: dict[str, Provider] = {
         **_EVERYTHING,
     ),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
-    # jaxnorm has a single function for each of these blocks. The provider `composed` does not call
-    # this function. Instead it calls jaxnorm's plain norm or softmax, and computes the rest of the
-    # block in jax.numpy. `composed` measures the blocks add_rms_norm and add_layer_norm only with
-    # mixed dtypes. With a single dtype, it would run the same code as the provider `jaxnorm` runs
-    # for the blocks residual_rms_norm and residual_layer_norm.
-    "composed": Provider(
-        "jaxnorm composed",
-        "jax",
-        "jaxnorm_functions",
-        ("jax",),
-        operations=(),
-        blocks=tuple(op for op in BLOCKS if not op.startswith(("add_", "residual_"))),
-        mixed=MIXED,
-    ),
     # Other ways to compute jaxnorm's linear cross-entropy: `linear_loss`, and larger chunks.
     **{
         name: Provider(

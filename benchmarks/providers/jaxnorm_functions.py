@@ -1,10 +1,4 @@
-"""The functions of the providers that call jaxnorm.
-
-There are three kinds of provider. The first calls jaxnorm with its default implementation, the
-second calls it with a given implementation. The third, `composed`, is for blocks (groups of
-operations that jaxnorm can fuse). It calls only jaxnorm's plain norm or softmax, and computes the
-rest of the block in jax.numpy.
-"""
+"""The functions of the providers that call jaxnorm, with its default or a given implementation."""
 
 import functools
 from collections.abc import Callable
@@ -88,7 +82,7 @@ _LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    implementation = None if name in ("jaxnorm", "composed") else name
+    implementation = None if name == "jaxnorm" else name
 
     def plain(norm: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(norm, implementation=implementation)
@@ -97,7 +91,7 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         return functools.partial(plain(getattr(jaxnorm, op)), dtype=y_dtype)
     if op in _LOSSES:
         return plain(_LOSSES[op])
-    if op not in _BLOCKS or name == "composed":
+    if op not in _BLOCKS:  # an addition, and then a norm
         norms = plain(jaxnorm.rms_norm), plain(jaxnorm.layer_norm)
         return jnp_functions.Plain(*norms, plain(jaxnorm.softmax)).block(op, y_dtype)
     block, given = _BLOCKS[op]
