@@ -50,10 +50,6 @@ class Row:
     auto: Callable[..., Any] = lambda loss: loss
 
 
-def _auto(budget: int | float | None = None) -> Callable[..., Any]:
-    return functools.partial(jaxnorm.auto_remat, budget=budget)
-
-
 _LINEAR, _NORMS = "jnp-linear-loss", "jaxnorm-everything"
 ROWS = {
     "plain": Row("jnp"),
@@ -62,32 +58,31 @@ ROWS = {
     "names, linear loss": Row(_LINEAR, "names"),
     "block, linear loss": Row(_LINEAR, "block"),
     "all of jaxnorm": Row("jaxnorm-products"),
-    "auto": Row("jnp", auto=_auto()),
-    "auto, linear loss": Row(_LINEAR, auto=_auto()),
-    "auto, norms, linear loss": Row(_NORMS, auto=_auto()),
-    **{f"auto, linear loss, budget {b}": Row(_LINEAR, auto=_auto(b)) for b in _BUDGETS},
-    **{f"auto, norms, linear loss, budget {b}": Row(_NORMS, auto=_auto(b)) for b in _BUDGETS},
+    "auto": Row("jnp", auto=jaxnorm.auto_remat),
+    "auto, linear loss": Row(_LINEAR, auto=jaxnorm.auto_remat),
+    "auto, norms, linear loss": Row(_NORMS, auto=jaxnorm.auto_remat),
+    **{
+        f"auto, {of}linear loss, budget {b}": Row(
+            variant, auto=functools.partial(jaxnorm.auto_remat, budget=b)
+        )
+        for of, variant in {"": _LINEAR, "norms, ": _NORMS}.items()
+        for b in _BUDGETS
+    },
     **{key: Row(_LINEAR, key) for key in NAMES if key != "names"},
 }
 
 
-def step(model: str, layers: Any, row: Row) -> training.Step:
-    """Return a training step, lowered."""
-    size = models.MODELS[model]
-    cell = models.TrainingCell(model, row.remat, layers, "bfloat16", size.batch, row.variant)
-    lowered = training.Step(cell, size.batch, remat=row.auto)
-    _ = lowered.lowered
-    return lowered
-
-
-def measure(model: str, layers: str, rows: list[str], save: Path | None = None) -> None:
+def measure(model: str, layers: Any, rows: list[str], save: Path | None = None) -> None:
     """Compile and time the rows, and print a line for each of them, or append it to a CSV file."""
     steps: dict[str, training.Step] = {}
     seconds: dict[str, float] = {}
     for row in rows:
         start = time.perf_counter()
+        cell: Any = models.cell(model, ROWS[row].remat, layers, ROWS[row].variant)
         try:
-            steps[row] = step(model, layers, ROWS[row])
+            step = training.Step(cell, cell.batch, remat=ROWS[row].auto)
+            _ = step.lowered
+            steps[row] = step
         except Exception as error:  # A row that fails must not hide the others.
             print(f"{model} {layers} {row}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         seconds[row] = time.perf_counter() - start

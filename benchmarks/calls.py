@@ -8,12 +8,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 # The size of an H200's L2 cache in bytes. Timed calls cycle through several sets of operands. All
 # sets together have about 5 times this size. There are at least 2 and at most MAX_BUFFERS sets.
 L2_BYTES = 60e6
 MAX_BUFFERS = 64
+# The number of timed calls, unless there are more sets of operands.
 REPEATS = 20
 
 
@@ -36,14 +36,6 @@ def buffers_for(size: int) -> int:
     Successive calls use different sets, so that no operand of a call is in the L2 cache.
     """
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
-
-
-def calls_for(operands: Sequence[Any]) -> int:
-    """Return the number of calls to time.
-
-    It is `REPEATS`, or the number of sets of operands if this is larger.
-    """
-    return max(REPEATS, len(operands))
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:

@@ -36,8 +36,8 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
     for operand in operands:
         jax.block_until_ready(function(*operand))
     if jax.default_backend() != "gpu":
-        return Timing(wall_us(function, operands, calls.calls_for(operands)))
-    count = calls.calls_for(operands)
+        return Timing(wall_us(function, operands, max(calls.REPEATS, len(operands))))
+    count = max(calls.REPEATS, len(operands))
     with kernels() as ran:
         for i in range(count):
             out = function(*operands[i % len(operands)])

@@ -13,8 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import calls, providers
 from benchmarks.calls import Timing
-from benchmarks.suites import Timed, provider_of
-from benchmarks.workloads import ShapedWorkload, Workload
+from benchmarks.suites import Timeable, Timed, provider_of
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
@@ -26,10 +25,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREADS = 1  # torch compiles a single call at a time
 
 
-def random_inputs(
-    workload: Workload | ShapedWorkload, parameter_dtype: str, sets: int
-) -> list[Inputs]:
-    """Return random operands: normal x and weights, parameters near 1, random masks and labels."""
+@functools.lru_cache(maxsize=1)
+def random_inputs(workload: Timeable, parameter_dtype: str, sets: int) -> list[Inputs]:
+    """Return sets of random operands: normal x and weights, random masks, parameters near 1."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(shape: tuple[int, ...], dtype: str, size: float = 1) -> Tensor:
@@ -50,15 +48,6 @@ def random_inputs(
         )
 
     return [inputs() for _ in range(sets)]
-
-
-@functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload | ShapedWorkload, parameter_dtype: str) -> list[Inputs]:
-    """Return several sets of inputs.
-
-    Timed calls cycle through the sets, so that no input of a call is in the GPU's cache.
-    """
-    return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
 
 def call_of(cell: Timed, f: Callable[..., Any], inputs: Inputs) -> Call:
@@ -116,7 +105,7 @@ def timed(several: Sequence[Call]) -> Timing:
     for call in several:
         call()
     synchronize()
-    count = calls.calls_for(several)
+    count = max(calls.REPEATS, len(several))
     if DEVICE == "cpu":
         return Timing(calls.wall_us(lambda i: several[i % len(several)](), count))
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -156,12 +145,13 @@ def temp_bytes(call: Call) -> int | None:
 
 
 def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures:
-    sets = rotating_inputs(cell.workload, parameter_dtype(cell))
-    several = [call_of(cell, f, inputs) for inputs in sets]
+    sets = calls.buffers_for(cell.workload.bytes)
+    inputs = random_inputs(cell.workload, parameter_dtype(cell), sets)
+    several = [call_of(cell, f, each) for each in inputs]
     figures = dataclasses.asdict(timed(several))
     temp = temp_bytes(several[0])
     if cell.op in provider_of(cell).overwrites:
-        rotating_inputs.cache_clear()  # inputs were overwritten; the next cell makes new ones
+        random_inputs.cache_clear()  # inputs were overwritten; the next cell makes new ones
     return {**figures, "compile_s": compile_s, "temp_bytes": temp}
 
 
@@ -176,7 +166,7 @@ def prepare(suite: str, cell: Any) -> Measure:
 
 def release() -> None:
     """Free GPU memory for the next cells and for other processes."""
-    rotating_inputs.cache_clear()
+    random_inputs.cache_clear()
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()

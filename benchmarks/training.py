@@ -102,19 +102,14 @@ class Step:
         return jnp.clip(tokens, 0, vocabulary - 1)
 
     @property
-    def _memory(self) -> Any:
-        """XLA's memory plan, which CPUs and GPUs report. None if the backend does not report it."""
-        return self.run.memory_analysis()
-
-    @property
     def temp_bytes(self) -> int:
         """Number of bytes that XLA plans for intermediates."""
-        return int(self._memory.temp_size_in_bytes)
+        return int(self.run.memory_analysis().temp_size_in_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Number of bytes that a step needs: arguments, temp memory, and results in new buffers."""
-        m = self._memory
+        m = self.run.memory_analysis()
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
 

@@ -4,7 +4,6 @@ This module imports neither JAX nor torch. It is imported by processes with JAX,
 torch, and by the process that starts them.
 """
 
-import abc
 import dataclasses
 from typing import ClassVar, Literal
 
@@ -101,7 +100,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapedWorkload(abc.ABC):
+class ShapedWorkload:
     """A workload that runs one operation. The shapes of all its arrays follow from `shape`.
 
     Attributes:
@@ -116,23 +115,6 @@ class ShapedWorkload(abc.ABC):
     direction: Direction
     shape: str
     dtype: str
-
-    @property
-    @abc.abstractmethod
-    def row_operands(self) -> tuple[Array, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def parameter_shapes(self) -> tuple[Shape, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def cotangents(self) -> tuple[Array, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def bytes(self) -> int:
-        """The minimum memory traffic in bytes."""
 
     @property
     def mixed(self) -> bool:

@@ -358,12 +358,12 @@ class _BertLayer(nn.Module):
 
 
 class _Bert(nn.Module):
-    layers: int
     width: int
     heads: int
-    hidden: int
     vocabulary: int
     dtype: DType
+    layers: int
+    hidden: int
     rate: float = 0.1
 
     @nn.compact
@@ -380,16 +380,9 @@ class _Bert(nn.Module):
 
 
 def bert(
-    dtype: DType,
-    layers: int,
-    width: int,
-    heads: int,
-    hidden: int,
-    vocabulary: int,
-    batch: int,
-    seq: int,
+    dtype: DType, width: int, heads: int, vocabulary: int, batch: int, seq: int, **sizes: Any
 ) -> Program:
-    module = _Bert(layers, width, heads, hidden, vocabulary, dtype)
+    module = _Bert(width, heads, vocabulary, dtype, **sizes)
 
     def batches(key: Array) -> dict[str, Any]:
         given = parts.tokens(batch, seq, vocabulary=vocabulary)(key)
@@ -444,13 +437,13 @@ def _relative_bias(heads: int, length: int, is_causal: bool, dtype: DType) -> Ar
 
 
 class _T5(nn.Module):
-    layers: int
     width: int
     heads: int
-    head: int
-    hidden: int
     vocabulary: int
     dtype: DType
+    layers: int
+    head: int
+    hidden: int
 
     @nn.compact
     def __call__(self, batch: dict[str, Array]) -> Array:
@@ -477,17 +470,9 @@ class _T5(nn.Module):
 
 
 def t5(
-    dtype: DType,
-    layers: int,
-    width: int,
-    heads: int,
-    head: int,
-    hidden: int,
-    vocabulary: int,
-    batch: int,
-    seq: int,
+    dtype: DType, width: int, heads: int, vocabulary: int, batch: int, seq: int, **sizes: Any
 ) -> Program:
-    module = _T5(layers, width, heads, head, hidden, vocabulary, dtype)
+    module = _T5(width, heads, vocabulary, dtype, **sizes)
 
     def batches(key: Array) -> dict[str, Array]:
         shape = parts.tokens(batch, seq, vocabulary=vocabulary)
@@ -496,6 +481,5 @@ def t5(
     def loss(logits: Array, batch: dict[str, Array]) -> Array:
         return parts.next_token(logits, batch["targets"])
 
-    matrix = batch * heads * seq * seq
-    sizes = {"activation": batch * seq * width, "matrix": matrix, "length": seq}
-    return parts.of_module(module, loss, batches, **sizes)
+    counts = {"activation": batch * seq * width, "matrix": batch * heads * seq * seq}
+    return parts.of_module(module, loss, batches, **counts, length=seq)
