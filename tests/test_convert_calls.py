@@ -477,39 +477,3 @@ def test_errors(library, calls, error, message):
         calls = {own: 3}
     with pytest.raises(error, match=message):
         convert(library, calls)
-
-
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("shape", [(8,), (8, 5), (8, 3, 4)])
-def test_equinox_s_group_norm(shape, affine):
-    norm = eqx.nn.GroupNorm(4, 8 if affine else None, channelwise_affine=affine)
-    if affine:
-        norm = jax.tree.map(lambda a: a + normal(a.shape, 1), norm)
-    converted = jaxnorm.equinox.convert(norm)
-    assert type(converted) is jaxnorm.equinox.GroupNorm
-    assert [a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(norm))] == (
-        [True] * len(jax.tree.leaves(norm))
-    )
-    x, d = normal((3, *shape)), normal((3, *shape), 2)
-
-    def results(norm):
-        def loss(norm, x):
-            y = jax.vmap(norm)(x)
-            return jnp.sum(y * d), y
-
-        (_, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(norm, x)
-        return jax.tree.leaves((y, gradients))
-
-    ours, theirs = results(converted), results(norm)
-    with jax.enable_x64(True):
-        double = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, "float64")), (norm, x, d))
-        norm, x, d = double
-        expected = results(norm)
-    reference.assert_as_accurate(ours, theirs, expected)
-    x = jnp.asarray(x, "float32")
-    assert "jaxnorm.layer_norm" in str(jax.make_jaxpr(converted)(x[0]))
-    y, state = converted(x[0], "state")
-    assert state == "state"
-    assert y.shape == shape
-    with pytest.raises(ValueError, match=r"expected .* channels on its first axis"):
-        converted(jnp.ones((6,)))

@@ -1,8 +1,7 @@
-"""GroupNorm of jaxnorm.linen and jaxnorm.nnx, compared with Flax's and converted from Flax's."""
+"""GroupNorm of jaxnorm.linen and jaxnorm.nnx, compared with Flax's."""
 
 import dataclasses
 import inspect
-import logging
 
 import flax.linen as nn
 import flax.serialization
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import assert_same, message_of, normal
+from convert_cases import assert_same, normal
 from flax import nnx
-from program_error import analyse, assert_analysed, assert_computes
-from programs import kernels_in, primitives
+from program_error import assert_computes
+from programs import kernels_in
 
 import jaxnorm.linen
 import jaxnorm.nnx
@@ -230,66 +229,6 @@ def test_checkpoints_of_either_load_into_the_other():
     stored = flax.serialization.to_bytes(variables)
     loaded = flax.serialization.from_bytes(ours.init(jax.random.key(0), X), stored)
     assert_computes(ours.apply(loaded, X), theirs.apply, variables, X, like=ours.apply)
-
-
-# ------------------------------------------------------------------------------------ conversions
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Conv(8, (3, 3))(nn.silu(nn.GroupNorm(4)(x)))
-
-
-def test_a_linen_model_within_converted(caplog):
-    model = Block()
-    variables = model.init(jax.random.key(0), X)
-
-    def converted(variables, x):
-        with jaxnorm.linen.converted():
-            return model.apply(variables, x)
-
-    with jaxnorm.linen.converted():
-        made = model.init(jax.random.key(0), X)
-        found = primitives(jax.make_jaxpr(model.apply)(variables, X))
-        ours = model.apply(variables, X)
-        lost = nn.GroupNorm(4, scale_init=nn.initializers.zeros, bias_init=nn.initializers.ones)
-        assert not caplog.records
-        lost.init(jax.random.key(0), X)
-    assert_same(made, variables)
-    assert found.count("jaxnorm.layer_norm") == 1
-    assert_computes(ours, model.apply, variables, X, like=converted)
-    assert 'keep their input, as with save="input"' in message_of(caplog)
-
-
-def test_an_nnx_model_is_converted(caplog):
-    class Scaled(nnx.GroupNorm):
-        def __call__(self, x):
-            return 2 * super().__call__(x)
-
-    rngs = nnx.Rngs(0)
-    lost = nnx.GroupNorm(CHANNELS, 4, rngs=rngs)
-    lost.scale[...] = jnp.zeros(CHANNELS)
-    lost.bias[...] = jnp.ones(CHANNELS)
-    norms = {
-        "plain": nnx.GroupNorm(CHANNELS, 4, epsilon=1e-3, rngs=rngs),
-        "lost": lost,
-        "named": nnx.GroupNorm(CHANNELS, 4, axis_name="batch", rngs=rngs),
-        "scaled": Scaled(CHANNELS, 4, rngs=rngs),
-    }
-    expected, scale = analyse(norms["plain"], X), norms["plain"].scale
-    with caplog.at_level(logging.WARNING):
-        jaxnorm.nnx.convert(nnx.Dict(**norms))
-    plain = norms["plain"]
-    assert type(plain) is jaxnorm.nnx.GroupNorm
-    assert plain.scale is scale
-    assert (plain.save, norms["lost"].save, plain.activation) == ("output", "input", None)
-    assert type(norms["named"]) is nnx.GroupNorm
-    assert type(norms["scaled"]) is Scaled
-    assert_analysed(plain(X), expected, analyse(plain, X))
-    text = caplog.records[0].getMessage()
-    assert "2 of 4 norms are left to Flax" in text
-    assert "Scaled is a subclass of Flax's GroupNorm" in text
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
