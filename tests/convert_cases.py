@@ -45,17 +45,21 @@ class Linen:
         """Return a model that calls each norm of a dict on the same x."""
         return Norms(tuple(norms.items()))
 
-    def functional(self, norm, options=None):
+    def functional(self, norm, options=None, x=None):
         """Return a norm's parameters, and a function of them and x.
 
-        If `options` is not None, the norm is converted with these options.
+        If `options` is not None, the norm is converted with these options. x is an example.
         """
-        module = norm()
-        variables = module.init(jax.random.key(1), jnp.ones((2, WIDTH)))
+        module, x = norm(), jnp.ones((2, WIDTH)) if x is None else x
+        key = jax.random.key(1)
+        variables = mapped(module, lambda x: module.init(key, x))(x)
 
-        def run(parameters, x):
+        def run(parameters, x, **call):
+            def apply(parameters, x):
+                return module.apply({"params": parameters}, x, **call)
+
             with self.context(options):
-                return module.apply({"params": parameters}, x)
+                return mapped(module, apply)(parameters, x)
 
         return variables.get("params", {}), run
 
@@ -69,6 +73,11 @@ class Linen:
         with jaxnorm.linen.converted(**options):
             program = str(jax.make_jaxpr(lambda x: model.apply(variables, x))(x))
         return re.findall(r"save=(\w+)", program)
+
+
+def mapped(norm, function):
+    """Return `function`, under `jax.vmap` if the norm has an `axis_name`."""
+    return function if norm.axis_name is None else jax.vmap(function, axis_name=norm.axis_name)
 
 
 class Norms(nn.Module):
@@ -89,13 +98,13 @@ class Nnx(Linen):
     def model(self, norms):
         return nnx.Dict(**norms)
 
-    def functional(self, norm, options=None):
+    def functional(self, norm, options=None, x=None):
         graph, state = nnx.split(norm if options is None else jaxnorm.nnx.convert(norm, **options))
 
-        def run(parameters, x):
+        def run(parameters, x, **call):
             with_values = jax.tree.map(lambda a: a, state)
             nnx.replace_by_pure_dict(with_values, parameters)
-            return nnx.merge(graph, with_values)(x)
+            return mapped(norm, lambda x: nnx.merge(graph, with_values)(x, **call))(x)
 
         return nnx.to_pure_dict(state), run
 
@@ -123,7 +132,7 @@ class Equinox(Nnx):
     def model(self, norms):
         return norms
 
-    def functional(self, norm, options=None):
+    def functional(self, norm, options=None, x=None):
         norm = norm if options is None else jaxnorm.equinox.convert(norm, **options)
         fields = {"scale": "weight", "bias": "bias"}
         held = {n: f for n, f in fields.items() if getattr(norm, f) is not None}
@@ -131,7 +140,9 @@ class Equinox(Nnx):
         def run(parameters, x):
             values = [parameters[name] for name in held]
             of = eqx.tree_at(lambda n: [getattr(n, f) for f in held.values()], norm, values)
-            return jax.vmap(of)(x)
+            for _ in x.shape[1:]:
+                of = jax.vmap(of)
+            return of(x)
 
         return {name: getattr(norm, field) for name, field in held.items()}, run
 
@@ -151,6 +162,10 @@ def lost_scale(key, shape, dtype):
 
 LOST = {"scale_init": lost_scale, "bias_init": nn.initializers.constant(0.3)}
 
+# The text in the log about norms that save their input.
+KEPT = 'norms keep their input, as with save="input": '
+
+
 # -------------------------------------------------------------------------------------- assertions
 
 
@@ -166,7 +181,8 @@ def in_double(function, *arguments):
     """Return the results of a function for arguments in float64."""
 
     def double(a):
-        return jnp.asarray(np.asarray(a, "float64")) if a.dtype == "float32" else a
+        is_float = jnp.issubdtype(a.dtype, jnp.floating)
+        return jnp.asarray(np.asarray(a, "float64")) if is_float else a
 
     with jax.enable_x64(True):
         return function(*jax.tree.map(double, arguments))
