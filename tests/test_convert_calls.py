@@ -210,12 +210,13 @@ def test_calls_come_before_the_conversions():
 
 
 def test_a_subclass_of_an_equinox_norm_that_calls_has(caplog):
-    """The module of the subclass is not changed."""
+    """The subclass is not changed, although ``convert`` would convert it without ``calls=``."""
 
     class Own(eqx.nn.RMSNorm):
         pass
 
     model = {"a": eqx.nn.RMSNorm(WIDTH), "b": Own(WIDTH)}
+    assert type(jaxnorm.equinox.convert(model)["b"]) is jaxnorm.equinox.RMSNorm
     converted = jaxnorm.equinox.convert(model, calls={eqx.nn.RMSNorm: lambda norm, x: 2 * x})
     assert converted["b"] is model["b"]
     x = normal((WIDTH,))
