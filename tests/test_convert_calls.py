@@ -410,13 +410,17 @@ def subclasses(base):
     class WithField(base):
         epsilon: float = 1e-3
 
-    class OfMethod(WithMethod):
+    class WithHook(base):
+        def __init_subclass__(cls, *, option, **options):
+            super().__init_subclass__(**options)
+
+    class OfHook(WithHook, option=1):
         pass
 
     # Python 3.14 has such attributes instead of `__annotations__`.
     body = {"__module__": __name__, "__annotate_func__": None, "__annotations_cache__": {}}
     made = type(base)("Made", (base,), {}), type(base)("Annotated", (base,), body)
-    empty, others = (Documented, Again, *made), (Mixed, WithMethod, WithField, OfMethod)
+    empty, others = (Documented, Again, *made), (Mixed, WithMethod, WithField, OfHook)
     return ({kind.__name__: kind for kind in kinds} for kinds in (empty, others))
 
 
