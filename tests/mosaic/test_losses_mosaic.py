@@ -29,7 +29,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.forward import choose
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule as Parts
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossForwardSchedule
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
-from jaxnorm_kernels.mosaic.rows.units import Units
+from jaxnorm_kernels.mosaic.rows.units import RowFragments
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -448,7 +448,7 @@ def test_no_races(op):
 @pytest.mark.parametrize("cols", [128, 131, 1000, 4099, 32768, 50257, 128256])
 @pytest.mark.parametrize("vector", [4, 8])
 def test_units_cover_a_row(cols, vector):
-    units = Units.of(cols, vector)
+    units = RowFragments.of(cols, vector)
     for row in range(vector + 1):
         first = int(units.first(jnp.int32(row)))
         assert (row * cols + first) % units.vector == 0
@@ -466,7 +466,7 @@ def test_schedules():
         for cols in (131, 1000, 32768, 50257, 128256, 262144):
             for rows in (1, 5, 66, 8192):
                 schedule = choose(make_spec(CE, rows, cols, dtype), HOPPER)
-                units = Units.of(cols, 16 // dtype.itemsize)
+                units = RowFragments.of(cols, 16 // dtype.itemsize)
                 assert schedule.warpgroups * schedule.units <= max(units.count, 1)
     assert choose(make_spec(CE, 5, 128256, BF16), HOPPER) == LossForwardSchedule(2, 4)
 

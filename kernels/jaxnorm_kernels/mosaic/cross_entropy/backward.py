@@ -39,7 +39,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     is_class,
     launch_backward,
 )
-from jaxnorm_kernels.mosaic.rows.units import Unit
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.specs import Spec
 
 
@@ -69,7 +69,7 @@ def cross_entropy_bwd(
 def gradient(
     spec: Spec,
     x: jax.Array,
-    unit: Unit,
+    unit: Fragment,
     columns: jax.Array,
     label: Label,
     numbers: Sequence[jax.Array],

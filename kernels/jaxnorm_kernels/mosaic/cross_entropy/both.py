@@ -37,7 +37,8 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     units_of,
 )
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, power_of_2
-from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 #: Limit for the bytes of a row. An H100 has 132 SMs and 50 MB of L2 cache. If each SM processes one
@@ -128,10 +129,10 @@ def store_both(
         loss, numbers = reduce()
         store_results(index, [losses], [loss])
 
-        def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
+        def read(units: Sequence[Fragment]) -> list[list[jax.Array]]:
             return [load_units(units, ref, index) for ref in logits]
 
-        def write(units: Sequence[Unit], raw: Sequence[Sequence[jax.Array]]) -> None:
+        def write(units: Sequence[Fragment], raw: Sequence[Sequence[jax.Array]]) -> None:
             store_gradient(row.scaled, units, raw, dx, index, label, numbers, gradient, None)
 
         def advance(i: Any, raw: list[list[jax.Array]]) -> list[list[jax.Array]]:
@@ -151,7 +152,7 @@ def store_both(
         row.skip()
         store_results(index, [losses], [0.0])
 
-        def clear(units: Sequence[Unit]) -> None:
+        def clear(units: Sequence[Fragment]) -> None:
             zero = jnp.zeros(units[0].shape, jnp.float32)
             for unit in units:
                 unit.store(dx, index, plgpu.layout_cast(zero, unit.layout))

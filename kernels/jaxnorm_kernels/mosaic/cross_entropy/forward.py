@@ -69,7 +69,8 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 #: A maximum and sums over the columns that have been read so far: a tuple with two or three
@@ -185,7 +186,7 @@ def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[]
 
 def _add(
     sums: Sums,
-    units: Sequence[Unit],
+    units: Sequence[Fragment],
     raw: Sequence[jax.Array],
     mine: Any,
     *,
@@ -220,7 +221,7 @@ def _add(
 
 
 def _without(
-    label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
+    label: jax.Array, units: Sequence[Fragment], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
     """Replace x by -inf in the label's column."""
     columns = flat_index(x[0].shape, layout)  # relative to the unit's first column

@@ -65,7 +65,8 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 # Maximum number of warpgroups of a block. With more, an SM's registers would not suffice for two
@@ -244,7 +245,7 @@ def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Arra
     pair = _Pair.of(spec)
     refs = (x, teacher) if spec.loss.reverse else (teacher, x)
 
-    def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
+    def read(units: Sequence[Fragment]) -> list[list[jax.Array]]:
         """Return the elements of P's row and of Q's row."""
         return [load_units(units, ref, row.index) for ref in refs]
 
@@ -260,7 +261,7 @@ def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Arra
 
 
 def _add(
-    sums: _Sums, units: Sequence[Unit], raw: list[list[jax.Array]], mine: Any, *, pair: _Pair
+    sums: _Sums, units: Sequence[Fragment], raw: list[list[jax.Array]], mine: Any, *, pair: _Pair
 ) -> _Sums:
     """Add the elements of `units` to each thread's sums; see `Steps.reduce`."""
     v, layout = units[0].vector, units[0].layout
@@ -383,7 +384,7 @@ def _gradient(
     spec: Spec,
     x: jax.Array,
     teacher: jax.Array,
-    unit: Unit,
+    unit: Fragment,
     columns: jax.Array,
     numbers: Sequence[jax.Array],
 ) -> jax.Array:

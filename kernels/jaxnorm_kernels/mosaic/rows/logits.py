@@ -123,7 +123,7 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LogitRows:
     """The rows of x that a block processes, with their mask or bias.
 
     All of these rows belong to one run (see `run_of_rows`).

@@ -44,7 +44,7 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
 from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
-from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
+from jaxnorm_kernels.mosaic.rows.logits import LogitRows, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Tile
 from jaxnorm_kernels.mosaic.schedules.columns import full_bias_dtype
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
@@ -127,7 +127,7 @@ def softmax_bwd(
     formula = SoftmaxFormula(spec)
     schedule = required(schedule or softmax_schedule(spec), spec)
     rows = schedule.tile(spec.cols)
-    exchange = RowSums(rows.warpgroups, rows.cluster, formula.row_sums, in_lanes=True)
+    exchange = RowSums(rows.warpgroups, rows.cluster, formula.row_sums, stages=2, in_lanes=True)
     is_split = isinstance(rows, SplitRow)
     dtype, sums = full_bias_dtype(spec), None
     if formula.bias is not None and dtype is not None:
@@ -199,7 +199,7 @@ def _read(
     y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, each tuple also
     contains the mask, which is True for unmasked elements.
     """
-    place = Place(tile, spec, row, mask)
+    place = LogitRows(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
     if not place.drops and place.masks:  # masked elements have a finite logit

@@ -23,7 +23,7 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.each_row import LoadedRow, Steps, each_row
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
 from jaxnorm_kernels.mosaic.rows.logits import (
-    Place,
+    LogitRows,
     each_fragment,
     first_row,
     has_places,
@@ -64,7 +64,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
         def load(x: jax.Array) -> tuple[jax.Array]:
             return (scaled_logits(widen(x, tile.layout), spec),)
 
-        def finish(row: LoadedRow, place: Place | None) -> None:
+        def finish(row: LoadedRow, place: LogitRows | None) -> None:
             each = each_fragment if place is None else place.each
 
             read = row.read
@@ -112,7 +112,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             return
         tile.open(refs.scratch)
         x, *rest = refs.operands
-        place = Place(tile, spec, first_row(tile, spec), rest[0] if spec.logits.has_mask else None)
+        mask = rest[0] if spec.logits.has_mask else None
+        place = LogitRows(tile, spec, first_row(tile, spec), mask)
         z = _load(place, x, *rest[spec.logits.has_mask :])
         tile.ready()
         finish(LoadedRow(place.row, 0, lambda: [(v,) for v in z]), place)
@@ -120,7 +121,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
     return body
 
 
-def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
+def _load(place: LogitRows, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
     """Load z = scale * x + bias, with `SoftmaxOptions.masked_logit` in place of masked elements."""
     spec, layout = place.spec, place.tile.layout
     z = [scaled_logits(widen(v, layout), spec) for v in place.load(x)]
