@@ -115,11 +115,9 @@ class HeadTile:
 
         Returns a list with one array for each fragment (see the class's docstring).
         """
-
-        def of(start: int, width: int, layout: Layout) -> jax.Array:
-            return load(ref.at[rows, pl.ds(start, width)], layout)
-
-        return self._load_fragments(of, self.rows_layout)
+        ranges = self._ranges(self.rows_layout)
+        loaded = [load(ref.at[rows, columns], layout) for columns, layout in ranges]
+        return self._split(loaded, self.rows_layout)
 
     def load_shared(self, ref: Ref, at: tuple[Any, int]) -> Fragments:
         """Load the tile's rows from shared memory, in float32.
@@ -137,11 +135,11 @@ class HeadTile:
             return fragments
         stage, top = at
         of_tile = ref.at[stage, pl.ds(top, self.rows)]
-
-        def of(start: int, width: int, layout: Layout) -> jax.Array:
-            return load_columns(of_tile, start, width, layout)
-
-        fragments = self._load_fragments(of, self.rows_layout)
+        loaded = [
+            load_columns(of_tile, columns.start, columns.size, layout)
+            for columns, layout in self._ranges(self.rows_layout)
+        ]
+        fragments = self._split(loaded, self.rows_layout)
         return [widen(v, layout) for v, layout in zip(fragments, self.row_layouts)]
 
     def load_param(self, ref: Ref) -> Fragments:
@@ -149,11 +147,8 @@ class HeadTile:
 
         Returns a list with one array for each fragment (see the class's docstring).
         """
-
-        def of(start: int, width: int, layout: Layout) -> jax.Array:
-            return load(ref.at[pl.ds(start, width)], layout)
-
-        return self._load_fragments(of, self.columns_layout)
+        ranges = self._ranges(self.columns_layout)
+        return self._split([load(ref.at[c], layout) for c, layout in ranges], self.columns_layout)
 
     def expand(self, columns: jax.Array) -> jax.Array:
         """Broadcast columns of a ``(cols,)`` operand to all rows of the tile."""
@@ -185,22 +180,18 @@ class HeadTile:
         `fragments` is a list with one array for each fragment (see the class's docstring).
         The values are rounded to the dtype of `ref`.
         """
-
-        def to(start: int, value: jax.Array, layout: Layout) -> None:
-            store_global(ref.at[rows, pl.ds(start, value.shape[1])], value, layout)
-
-        self._each(to, [v.astype(ref.dtype) for v in fragments], self.rows_layout)
+        values = self._join([v.astype(ref.dtype) for v in fragments], self.rows_layout)
+        for (columns, layout), value in zip(self._ranges(self.rows_layout), values):
+            store_global(ref.at[rows, columns], value, layout)
 
     def store_param(self, ref: Ref, fragments: Sequence[jax.Array]) -> None:
         """Store an array of columns in `ref`, a ``(cols,)`` array in global memory.
 
         `fragments` is a list with one array for each fragment (see the class's docstring).
         """
-
-        def to(start: int, value: jax.Array, layout: Layout) -> None:
-            store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
-
-        self._each(to, fragments, self.columns_layout)
+        values = self._join(fragments, self.columns_layout)
+        for (columns, layout), value in zip(self._ranges(self.columns_layout), values):
+            store_global(ref.at[columns], value, layout)
 
     def sum(self, fragments: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
@@ -221,34 +212,33 @@ class HeadTile:
         """
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
-    def _load_fragments(
-        self, load: Callable[[int, int, Layout], jax.Array], of: Callable[[int], Layout]
-    ) -> Fragments:
-        pairs, wide = self.pairs, of(2 * self.vector) if self.interleaved else None
-        if wide is not None:
-            fragments = split_pairs(load(0, self.rotated, wide), wide, of(self.vector))
-        else:
-            fragments = [load(start, pairs, of(self.vector)) for start in (0, pairs)]
-        if self.rotated < self.cols:
-            fragments.append(load(self.rotated, self.cols - self.rotated, of(self.rest)))
-        return fragments
+    def _ranges(self, of: Callable[[int], Layout]) -> list[tuple[pl.Slice, Layout]]:
+        """Return the column ranges that are loaded or stored, and their register layouts.
 
-    def _each(
-        self,
-        store: Callable[[int, jax.Array, Layout], None],
-        fragments: Sequence[jax.Array],
-        of: Callable[[int], Layout],
-    ) -> None:
+        Interleaved pairs are one range, and other pairs are two. ``of(vector)`` returns the layout
+        with `vector` neighbouring columns per thread.
+        """
+        ranges = [(pl.ds(0, self.rotated), of(2 * self.vector))]
+        if not self.interleaved:
+            half = of(self.vector)
+            ranges = [(pl.ds(start, self.pairs), half) for start in (0, self.pairs)]
+        if self.rotated < self.cols:
+            ranges.append((pl.ds(self.rotated, self.cols - self.rotated), of(self.rest)))
+        return ranges
+
+    def _split(self, ranges: Fragments, of: Callable[[int], Layout]) -> Fragments:
+        """Return the fragments of a row, from the arrays of its `_ranges`."""
+        if not self.interleaved:
+            return ranges
+        pairs, *rest = ranges
+        return [*split_pairs(pairs, of(2 * self.vector), of(self.vector)), *rest]
+
+    def _join(self, fragments: Sequence[jax.Array], of: Callable[[int], Layout]) -> Fragments:
+        """Return the arrays of a row's `_ranges`, from its fragments."""
+        if not self.interleaved:
+            return [*fragments]
         first, second, *rest = fragments
-        half = of(self.vector)
-        if self.interleaved:
-            wide = of(2 * self.vector)
-            store(0, join_pairs(first, second, half, wide), wide)
-        else:
-            store(0, first, half)
-            store(self.pairs, second, half)
-        for v in rest:
-            store(self.rotated, v, of(self.rest))
+        return [join_pairs(first, second, of(self.vector), of(2 * self.vector)), *rest]
 
 
 def rotated(fragments: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Fragments:
