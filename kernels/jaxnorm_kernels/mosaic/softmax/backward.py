@@ -41,12 +41,13 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
+from jaxnorm_kernels.mosaic.loops.bias_sums import BiasSums
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
-from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.logits import LogitRows, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Tile
 from jaxnorm_kernels.mosaic.schedules.columns import full_bias_dtype
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -121,12 +122,12 @@ class SoftmaxFormula:
 
 
 def softmax_bwd(
-    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: InRegisters | None = None
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: TileSchedule | None = None
 ) -> Operands:
     """Return the gradients of x and of the bias. `schedule` replaces the default schedule."""
     formula = SoftmaxFormula(spec)
     schedule = required(schedule or softmax_schedule(spec), spec)
-    rows = schedule.tile(spec.cols)
+    rows = schedule.rows_of(spec)
     exchange = RowSums(rows.warpgroups, rows.cluster, formula.row_sums, stages=2, in_lanes=True)
     is_split = isinstance(rows, SplitRow)
     dtype, sums = full_bias_dtype(spec), None

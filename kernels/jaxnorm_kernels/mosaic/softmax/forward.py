@@ -31,15 +31,13 @@ from jaxnorm_kernels.mosaic.rows.logits import (
 )
 from jaxnorm_kernels.mosaic.rows.tiles import SplitRow, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]
 
 
-def softmax_fwd(
-    operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
-) -> Results:
+def softmax_fwd(operands: Operands, spec: Spec, *, schedule: TileSchedule | None = None) -> Results:
     """Run the forward pass of softmax or log_softmax. `schedule` replaces the default schedule."""
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
