@@ -34,8 +34,9 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
+    BACKWARD,
     Label,
-    LossBackwardSchedule,
+    LossSchedule,
     is_class,
     launch_backward,
 )
@@ -48,7 +49,7 @@ def cross_entropy_bwd(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossBackwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> Operands:
     """Return the gradient of the logits x. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
@@ -57,7 +58,7 @@ def cross_entropy_bwd(
         numbers += [residuals.entropy, cotangents.entropy]
     return launch_backward(
         spec,
-        schedule or LossBackwardSchedule(),
+        schedule or BACKWARD,
         [residuals.saved],
         residuals.labels,
         numbers,

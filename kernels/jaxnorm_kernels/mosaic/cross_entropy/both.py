@@ -28,8 +28,8 @@ from jaxnorm_kernels.mosaic.cross_entropy.forward import (
     takes_80_registers,
 )
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
-    LossForwardSchedule,
     LossRow,
+    LossSchedule,
     launch_forward,
     run_unmasked,
     store_gradient,
@@ -62,13 +62,13 @@ _LONG_BYTES = 128 * 1024
 _SHARE_BYTES = 12 * 1024
 
 
-def choose(spec: Spec) -> LossForwardSchedule:
+def choose(spec: Spec) -> LossSchedule:
     """Choose the schedule of a call."""
     row = row_bytes(spec)
     # With eight warpgroups, an SM has 64 registers for each thread.
     most = 8 if row > _LONG_BYTES and not takes_80_registers(spec) else 4
     warpgroups = power_of_2(max(1, min(row // _SHARE_BYTES, most)))
-    return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups)
+    return LossSchedule.of(units_of(spec), COLUMNS, warpgroups)
 
 
 def cross_entropy_both(
@@ -76,7 +76,7 @@ def cross_entropy_both(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossForwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> tuple[Results, Operands]:
     """Return the loss and the gradient of the logits x.
 

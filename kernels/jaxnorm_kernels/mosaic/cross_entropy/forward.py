@@ -42,8 +42,8 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, finite, g
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
-    LossForwardSchedule,
     LossRow,
+    LossSchedule,
     fresh_of,
     is_class,
     launch_forward,
@@ -94,12 +94,12 @@ COLUMNS = 16
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
+def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
     # With 80 registers per thread, an SM does not have enough registers for two blocks of 512
     # threads.
     most = 2 if takes_80_registers(spec) else _MOST_WARPGROUPS
-    return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups_of(spec, gpu, most))
+    return LossSchedule.of(units_of(spec), COLUMNS, warpgroups_of(spec, gpu, most))
 
 
 def warpgroups_of(spec: Spec, gpu: Gpu, most: int) -> int:
@@ -122,7 +122,7 @@ def takes_80_registers(spec: Spec) -> bool:
 
 
 def cross_entropy_fwd(
-    operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
+    operands: Operands, spec: Spec, *, schedule: LossSchedule | None = None
 ) -> Results:
     """Return the loss, or log_prob and entropy.
 

@@ -44,9 +44,8 @@ from jaxnorm_kernels.mosaic.cross_entropy.both import store_both
 from jaxnorm_kernels.mosaic.cross_entropy.forward import row_bytes, warpgroups_of
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
-    LossBackwardSchedule,
-    LossForwardSchedule,
     LossRow,
+    LossSchedule,
     fresh_of,
     launch_backward,
     launch_forward,
@@ -130,10 +129,10 @@ def _of_teacher(spec: Spec) -> Spec:
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
+def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
     warpgroups = warpgroups_of(spec, gpu, _MOST_WARPGROUPS)
-    return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups)
+    return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups)
 
 
 # Limit for the bytes of all rows that the kernel of both passes processes at the same time. They
@@ -169,7 +168,7 @@ _BOTH_WARPGROUPS = ((96 * 1024, 4), (24 * 1024, 2), (0, 1))
 
 
 @kept
-def choose_both(spec: Spec, gpu: Gpu) -> LossForwardSchedule | None:
+def choose_both(spec: Spec, gpu: Gpu) -> LossSchedule | None:
     """Choose the schedule of the kernel of both passes.
 
     The schedule has the smallest cluster with which all rows that are processed at the same time
@@ -180,7 +179,7 @@ def choose_both(spec: Spec, gpu: Gpu) -> LossForwardSchedule | None:
     sizes = [1, *sorted(size for size in gpu.clusters if size <= gpu.portable_cluster)]
     for cluster in sizes:
         if row * gpu.at_a_time(cluster) <= _CACHE_BYTES:
-            return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups, cluster)
+            return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups, cluster)
     return None
 
 
@@ -189,7 +188,7 @@ def kl_divergence_both(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossForwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> tuple[Results, Operands]:
     """Return the divergence and the gradient of the student's logits.
 
@@ -217,7 +216,7 @@ def _row_of_both(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) 
 
 
 def kl_divergence_fwd(
-    operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
+    operands: Operands, spec: Spec, *, schedule: LossSchedule | None = None
 ) -> Results:
     """Return the divergence and the statistics. `schedule` replaces the default schedule."""
     assert operands.mask is None, "of classes: `support` refuses it"
@@ -362,7 +361,7 @@ def kl_divergence_bwd(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossBackwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> Operands:
     """Return the gradient of the student's logits. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
@@ -371,7 +370,7 @@ def kl_divergence_bwd(
         numbers.append(residuals.y)
     return launch_backward(
         spec,
-        schedule or LossBackwardSchedule(units=2),
+        schedule or LossSchedule(units=2),
         [residuals.saved, residuals.teacher_logits],
         None,
         numbers,

@@ -52,14 +52,16 @@ def units_of(spec: Spec, *, padded: bool = False) -> RowFragments:
 
 
 @dataclasses.dataclass(frozen=True)
-class LossForwardSchedule:
-    """How the forward pass reads a row.
+class LossSchedule:
+    """How a pass reads a row.
 
     Attributes:
-      units: the number of units in a step. The units of a step are loaded together, while those of
-        the previous step are added to the sums.
-      warpgroups: the number of warpgroups in a block; they share a row.
-      cluster: the number of blocks that share a row.
+      units: the number of units in a step of the forward pass. The units of a step are loaded
+        together, while those of the previous step are added to the sums. In the backward pass, it
+        is the number of units per block.
+      warpgroups: the number of warpgroups in a block; they share a row. In the backward pass, it
+        is 1.
+      cluster: the number of blocks that share a row in the forward pass.
     """
 
     units: int
@@ -69,7 +71,7 @@ class LossForwardSchedule:
     @classmethod
     def of(
         cls, units: RowFragments, columns: int, warpgroups: int, cluster: int = 1
-    ) -> "LossForwardSchedule":
+    ) -> "LossSchedule":
         """Return a schedule for rows that are divided as `units` describes.
 
         `columns` is the number of columns that a thread should process per step.
@@ -83,6 +85,17 @@ class LossForwardSchedule:
         """The number of warpgroups that share a row."""
         return self.warpgroups * self.cluster
 
+    def parts(self, spec: Spec) -> int:
+        """Return the number of blocks per row in the backward pass."""
+        return -(-units_of(spec, padded=True).count // self.units)
+
+
+#: The schedule of a backward pass. For rows of 32768 bfloat16 elements, a kernel with four units
+#: per block reaches 0.98 of a copy's bandwidth, and with two units 0.97. With a softcap, it reaches
+#: 0.90 with four units, and 0.86 with two (H200). More units per block take registers that other
+#: blocks of the SM need.
+BACKWARD = LossSchedule(units=4)
+
 
 class Steps(NamedTuple):
     """The units of a row that belong to one warpgroup, grouped into steps.
@@ -91,7 +104,7 @@ class Steps(NamedTuple):
     """
 
     units: RowFragments
-    schedule: LossForwardSchedule
+    schedule: LossSchedule
     row: Any
 
     @property
@@ -196,7 +209,7 @@ class LossRow:
     """
 
     spec: Spec
-    schedule: LossForwardSchedule
+    schedule: LossSchedule
     index: Any
     exchange: Gather
     scratch: Sequence[Any]
@@ -228,7 +241,7 @@ class LossRow:
 
 def launch_forward(
     spec: Spec,
-    schedule: LossForwardSchedule,
+    schedule: LossSchedule,
     scale: jax.Array | None,
     operands: Sequence[jax.Array | None],
     compute: Callable[[LossRow, Sequence[Ref], Sequence[Ref]], None],
@@ -352,24 +365,6 @@ def is_class(label: jax.Array, spec: Spec) -> jax.Array:
 # ------------------------------------------------------------------------------------- backward
 
 
-@dataclasses.dataclass(frozen=True)
-class LossBackwardSchedule:
-    """How a row is divided among blocks. Each block has one warpgroup.
-
-    Attributes:
-      units: the number of units per block. For rows of 32768 bfloat16 elements, a kernel with four
-        units reaches 0.98 of a copy's bandwidth, and with two units 0.97. With a softcap, it
-        reaches 0.90 with four units, and 0.86 with two (H200). More units per block take registers
-        that other blocks of the SM need.
-    """
-
-    units: int = 4
-
-    def parts(self, spec: Spec) -> int:
-        """Return the number of blocks per row."""
-        return -(-units_of(spec, padded=True).count // self.units)
-
-
 class Label(NamedTuple):
     """The label of a row, for the computation of the gradient in one unit of the row.
 
@@ -384,7 +379,7 @@ class Label(NamedTuple):
 
 def launch_backward(
     spec: Spec,
-    schedule: LossBackwardSchedule,
+    schedule: LossSchedule,
     logits: Sequence[jax.Array],
     labels: jax.Array | None,
     numbers: Sequence[jax.Array],

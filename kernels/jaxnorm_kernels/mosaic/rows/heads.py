@@ -27,13 +27,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     columns_layout,
     load,
+    load_arrays,
     load_wide,
     rows_layout,
     widen,
 )
 from jaxnorm_kernels.mosaic.device.registers import (
     join_pairs,
-    load_columns,
     load_each_row,
     split_pairs,
     store_global,
@@ -136,8 +136,8 @@ class HeadTile:
         stage, top = at
         of_tile = ref.at[stage, pl.ds(top, self.rows)]
         loaded = [
-            load_columns(of_tile, columns.start, columns.size, layout)
-            for columns, layout in self._ranges(self.rows_layout)
+            load_arrays([of_tile], layout, (self.rows, c.size), starts=(c.start,))[0]
+            for c, layout in self._ranges(self.rows_layout)
         ]
         fragments = self._split(loaded, self.rows_layout)
         return [widen(v, layout) for v, layout in zip(fragments, self.row_layouts)]

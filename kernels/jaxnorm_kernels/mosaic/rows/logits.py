@@ -62,7 +62,7 @@ def shared_operands(spec: Spec) -> list[Shared | None]:
     return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
-def has_places(spec: Spec) -> bool:
+def depends_on_index(spec: Spec) -> bool:
     """Return True if the result of a row depends on its index in x, not only on its elements."""
     return spec.softmax.causal or bool(shared_operands(spec))
 

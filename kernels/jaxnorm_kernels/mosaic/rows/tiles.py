@@ -35,12 +35,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     flat_index,
     load,
+    load_arrays,
     rows_layout,
     store,
     warpgroup_layout,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import load_columns
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
@@ -118,7 +118,7 @@ class Tile:
         default_factory=dict, compare=False
     )
 
-    def placed(self) -> Self:
+    def with_indices(self) -> Self:
         """Return this tile with precomputed column indices."""
         if not self.apart:
             return self  # With only two fragments, there is little to precompute.
@@ -364,7 +364,10 @@ class RowTile(Tile):
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         (slot,) = slots
-        return [load_columns(slot, p.start, p.width, self.layout) for p in self.fragments()]
+        return [
+            load_arrays([slot], self.layout, self.shape(p.width), starts=(p.start,))[0]
+            for p in self.fragments()
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.rows.logits import (
     causal_unit,
-    has_places,
+    depends_on_index,
     run_of_rows,
     threads_of_runs,
 )
@@ -275,14 +275,14 @@ def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> TileSchedule:
 
 def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> TileSchedule:
     threads = _threads(spec.cols, vector)
-    if has_places(spec):
+    if depends_on_index(spec):
         threads, vector = causal_unit(spec, threads, vector, _CAUSAL_PARTS)
         threads, vector = threads_of_runs(spec, threads, vector)
     step = WARPGROUP_THREADS // threads
     row_bytes = spec.cols * column_bytes(spec)
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
-    if spec.groups > 1 or has_places(spec):
+    if spec.groups > 1 or depends_on_index(spec):
         # All rows of a tile must use the same parameters. If the softmax has a mask or a bias, or
         # is causal, the rows must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
@@ -491,6 +491,6 @@ PLACED = (
 @kept
 def choose(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     """Return the schedule of the first rule that applies, or None if no rule applies."""
-    table = PLACED if has_places(spec) else TABLE
+    table = PLACED if depends_on_index(spec) else TABLE
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)

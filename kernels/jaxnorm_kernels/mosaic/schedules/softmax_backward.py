@@ -9,7 +9,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.rows.logits import (
     causal_unit,
-    has_places,
+    depends_on_index,
     run_of_rows,
     threads_of_runs,
 )
@@ -57,9 +57,9 @@ _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 @kept
 def softmax_schedule(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     """Return the schedule, or None if no kernel supports these rows."""
-    schedule = _placed_tile(spec) if has_places(spec) else _tile(spec)
+    schedule = _placed_tile(spec) if depends_on_index(spec) else _tile(spec)
     schedule = schedule or _wide_rows(spec, gpu)
-    if schedule is None or not has_places(spec):
+    if schedule is None or not depends_on_index(spec):
         return schedule
     return dataclasses.replace(schedule, splits=_splits(spec, schedule, gpu))
 

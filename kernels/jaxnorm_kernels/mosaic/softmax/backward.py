@@ -200,13 +200,13 @@ def _read(
     y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, each tuple also
     contains the mask, which is True for unmasked elements.
     """
-    place = LogitRows(tile, spec, row, mask)
-    loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
+    logits = LogitRows(tile, spec, row, mask)
+    loaded = [logits.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
-    if not place.drops and place.masks:  # masked elements have a finite logit
-        return list(zip(y, d, place.keep()))
-    if place.drops:
-        keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
+    if not logits.drops and logits.masks:  # masked elements have a finite logit
+        return list(zip(y, d, logits.keep()))
+    if logits.drops:
+        keep, nothing = logits.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
         if spec.softmax.causal:  # Elements above the diagonal were not loaded.
             y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
         if spec.reads_mask or not spec.logits.has_mask:
