@@ -30,40 +30,16 @@ from meshes import (
 )
 from program_error import analyse, assert_analysed, assert_computes
 from programs import text_for_cuda
-from stand_in import StandIn, as_default
+from stand_in import Kernels, as_default
 
 import jaxnorm
-from jaxnorm_kernels import xla
 
 pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
 
 
-class Kernels(StandIn):
-    """An implementation that takes the place of kernels, and runs XLA's code.
-
-    It records the shape of x in each call. Like kernels, it takes x as rows, and has no masks.
-    """
-
-    def __getattr__(self, name):
-        function = getattr(xla, name)
-
-        def launch(operands, *rest):
-            (x, *_), spec = operands, rest[-1]
-            assert x.shape == (spec.rows, spec.cols), "not seen as rows"
-            assert spec.axes == (-1,)
-            assert not spec.cols_over
-            self.shapes.append(x.shape)
-            return function(operands, *rest)
-
-        return launch
-
-    def why_unsupported(self, spec):
-        return "it has no masked kernel" if spec.logits.has_mask else None
-
-
 @pytest.fixture(name="kernels", params=["xla", "kernel"])
 def which_kernels(request):
-    """Set the default implementation: XLA's code, or the class `Kernels` above.
+    """Set the default implementation: XLA's code, or the stand-in `Kernels`.
 
     The fixture's value is the `Kernels` object, or None for XLA's code.
     """
