@@ -1,6 +1,7 @@
 """Programs of linear losses: numbers of matmuls and loops, memory, and settings of JAX."""
 
 import contextlib
+import functools
 import re
 
 import jax
@@ -29,16 +30,19 @@ def program(function):
     return jax.jit(function).trace(*given).lower(lowering_platforms=("cpu",))
 
 
-def of(reduction, wrap=lambda f: f):
-    labels = jnp.zeros(ROWS, jnp.int32)
-
-    def function(x, weight):
-        return jnp.sum(linear_loss(x, weight, labels, reduction=reduction, chunk=CHUNK))
-
-    return wrap(function)
+LABELS = np.zeros(ROWS, np.int32)
 
 
-def of_a_teacher(reduction, wrap=lambda f: f):
+def unchanged(f):
+    return f
+
+
+def of(reduction, wrap=unchanged):
+    options = {"reduction": reduction, "chunk": CHUNK}
+    return wrap(lambda x, weight: jnp.sum(linear_loss(x, weight, LABELS, **options)))
+
+
+def of_a_teacher(reduction, wrap=unchanged):
     def function(x, weight):
         teacher = jnp.flip(x), jnp.flip(weight)
         return jnp.sum(linear_kl_divergence(x, weight, *teacher, reduction=reduction, chunk=CHUNK))
@@ -46,28 +50,21 @@ def of_a_teacher(reduction, wrap=lambda f: f):
     return wrap(function)
 
 
-def of_log_prob(wrap=lambda f: f):
-    labels = jnp.zeros(ROWS, jnp.int32)
-
+def of_log_prob(wrap=unchanged):
     def function(x, weight):
-        log_prob, entropy = linear_log_prob_and_entropy(x, weight, labels, chunk=CHUNK)
-        return jnp.sum(jnp.sin(log_prob) - entropy**2)
+        results = linear_log_prob_and_entropy(x, weight, LABELS, chunk=CHUNK)
+        return sum(jnp.sum(jnp.sin(result)) for result in results)
 
     return wrap(function)
 
 
-def of_any(reduction, wrap=lambda f: f):
-    """A loss in plain JAX, which `linear_loss` runs on each chunk."""
-    labels = jnp.zeros(ROWS, jnp.int32)
+def loss_of_one(logits, label):
+    return jax.nn.logsumexp(logits) - logits[label]
 
-    def function(x, weight):
-        def fun(logits, label):
-            return jax.nn.logsumexp(logits) - logits[label]
 
-        losses = jaxnorm.linear_loss(fun, x, weight, labels, reduction=reduction, chunk=CHUNK)
-        return jnp.sum(jnp.sin(losses))
-
-    return wrap(function)
+def of_any(reduction, wrap=unchanged):
+    run = functools.partial(jaxnorm.linear_loss, loss_of_one, reduction=reduction, chunk=CHUNK)
+    return wrap(lambda x, weight: jnp.sum(jnp.sin(run(x, weight, LABELS))))
 
 
 def gradient(f):
@@ -86,14 +83,10 @@ PROGRAMS = {
     "the loss": (of("mean"), 1, 1),
     "losses": (of("none"), 1, 1),
     "the divergence": (of_a_teacher("mean"), 2, 1),
-    "gradient of a divergence": (of_a_teacher("mean", lambda f: jax.grad(f, (0, 1))), 2 * 4, 1),
-    "gradient of divergences": (
-        of_a_teacher("none", lambda f: jax.value_and_grad(f, (0, 1))),
-        2 + 2 * 4,
-        2,
-    ),
-    "gradient of a mean": (of("mean", lambda f: jax.grad(f, (0, 1))), 2 * 3, 1),
-    "gradient of losses": (of("none", lambda f: jax.value_and_grad(f, (0, 1))), 1 + 2 * 3, 2),
+    "gradient of a divergence": (of_a_teacher("mean", gradient), 2 * 4, 1),
+    "gradient of divergences": (of_a_teacher("none", gradient), 2 + 2 * 4, 2),
+    "gradient of a mean": (of("mean", gradient), 2 * 3, 1),
+    "gradient of losses": (of("none", gradient), 1 + 2 * 3, 2),
     "frozen weight": (of("mean", jax.grad), 2, 1),
     "x alone without a gradient": (of("mean", lambda f: jax.grad(f, 1)), 2 * 2, 1),
     "linearize": (of("sum", lambda f: lambda *a: jax.linearize(f, *a)[1](*a)), 2 * 3, 1),
@@ -159,7 +152,7 @@ def test_memory(loss, chunks, reduction):
 
     A divergence needs two arrays of logits.
     """
-    compiled = program(loss(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
+    compiled = program(loss(reduction, gradient)).compile()
     accumulator = 4 * WIDTH * CLASSES
     # A CPU computes everything in float32.
     chunk = 4 * CHUNK * CLASSES
