@@ -18,8 +18,8 @@ import numpy as np
 import parts
 import pytest
 import test_batches
+import test_every_derivative
 import test_every_function
-import test_forward_mode
 import test_meshes
 import test_programs
 import test_remat
@@ -27,7 +27,6 @@ from program_error import assert_computes
 from programs import equations, names
 
 import jaxnorm
-from jaxnorm.operations import norm
 from jaxnorm.primitives import remat
 from jaxnorm.tools import references, selfcheck
 from jaxnorm_kernels import xla
@@ -45,7 +44,6 @@ def added(monkeypatch):
     monkeypatch.setitem(OPERATIONS, "norm_scaled", added_operation.OPERATION)
     monkeypatch.setitem(FUNCTIONS, "rms_norm_scaled", added_operation.FUNCTION)
     monkeypatch.setitem(xla.FORMULAS, "norm_scaled", added_operation.FORMULAS)
-    monkeypatch.setattr(norm, "NormOptions", added_operation.OptionsWithFactor)
     monkeypatch.setattr(references, "norm_scaled", added_operation.reference, raising=False)
     function = added_operation.rms_norm_scaled
     monkeypatch.setattr(jaxnorm, "rms_norm_scaled", function, raising=False)
@@ -116,11 +114,10 @@ def test_every_suite(suite):
         SUITES[suite]()
 
 
-@pytest.mark.parametrize("derivative", test_forward_mode.DERIVATIVES)
+@pytest.mark.parametrize("derivative", test_every_derivative.DERIVATIVES)
 def test_derivatives(added, x64, quick_to_compile, monkeypatch, derivative):
-    pair = (lambda x, s, b: ENTRY.plain(x, s), lambda x, s, b: ENTRY.ours(x, s))
-    monkeypatch.setitem(test_forward_mode.OTHERS, NAME, pair)
-    test_forward_mode.check(NAME, test_forward_mode.DERIVATIVES[derivative], None, "xla")
+    monkeypatch.setitem(test_every_derivative.FUNCTIONS, NAME, ENTRY)
+    test_every_derivative.check(NAME, test_every_derivative.DERIVATIVES[derivative], None, "xla")
 
 
 @pytest.mark.remat
@@ -214,7 +211,7 @@ def test_every_operation_has_formulas_and_a_reference():
     for name, formulas in xla.FORMULAS.items():
         is_another_s = OPERATIONS[name].derivative is not None
         assert (formulas.backward is None) == is_another_s
-        assert callable(getattr(references, name))
+    assert all(callable(getattr(references, function.op)) for function in FUNCTIONS.values())
     assert {case.function for case in selfcheck.CASES} >= {*FUNCTIONS}
     assert {*FUNCTIONS} <= {*jaxnorm.__all__}
 

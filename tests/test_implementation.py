@@ -304,7 +304,7 @@ def broken(monkeypatch, tmp_path):
     order. A name occurs twice if its import was tried twice.
     """
     monkeypatch.setattr(backends, "_failures", {})
-    monkeypatch.setattr(backends, "_told", set())
+    monkeypatch.setattr(backends, "_warned", set())
     monkeypatch.syspath_prepend(tmp_path)
     counts = tmp_path / "counts"
 
@@ -323,7 +323,7 @@ def broken(monkeypatch, tmp_path):
 def lowering(monkeypatch):
     """Forget which kernels could not be lowered, before and after a test."""
     monkeypatch.setattr(backends, "_unlowered", {})
-    monkeypatch.setattr(backends, "_told", set())
+    monkeypatch.setattr(backends, "_warned", set())
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -362,7 +362,7 @@ def test_an_import_may_fail_in_any_way(broken):
     ],
 )
 def test_a_bug_of_ours_is_no_missing_package(code, error, broken, monkeypatch):
-    """An import that fails because of jaxnorm's own code raises the error, also by default."""
+    """An import that fails because of jaxnorm's own code raises the error, even by default."""
     broken("mosaic", code)
     monkeypatch.setattr(launching, "TESTED", (jax.__version__,))
     for _ in range(2):

@@ -46,11 +46,11 @@ _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 _PACKAGES = {"mosaic": ("jax", "jaxlib"), "triton": ("jax", "jaxlib", "jax-triton", "triton")}
 
 # `_failures` has the error text of each module that could not be imported. `_unlowered` has the
-# reason why a kernel could not be lowered, by implementation and call. `_told` has the
+# reason why a kernel could not be lowered, by implementation and call. `_warned` has the
 # implementations for which a warning was already logged.
 _failures: dict[str, str] = {}
 _unlowered: dict[tuple[str, Spec], str] = {}
-_told: set[str] = set()
+_warned: set[str] = set()
 
 #: Name of an environment variable. Its value is the name of the implementation to try first for
 #: calls with ``implementation=None``. It is read once, when this module is imported.
@@ -91,15 +91,6 @@ def preferred() -> str | None:
     return _PREFERRED
 
 
-def order(platform: str) -> tuple[str, ...]:
-    """Return the names of all implementations.
-
-    The implementations that ``implementation=None`` tries come first, in the order in which they
-    are tried.
-    """
-    return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
-
-
 def _candidates(platform: str) -> tuple[str, ...]:
     """Return the names of the kernel implementations to try, in order, for ``implementation=None``.
 
@@ -135,7 +126,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
                 refusal = backend.why_not_default(spec)
         except ImportError as error:  # jaxlib lacks this kernel backend, or jax_triton is missing
             refusal = f"it cannot be imported: {error}"
-            _tell(name, platform, refusal, is_preferred)
+            _warn_once(name, platform, refusal, is_preferred)
         if refusal is None:
             reason = f"the default for {spec.op} {spec.direction} on {platform}"
             if is_preferred:
@@ -147,7 +138,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     return Choice("xla", "; ".join(refusals) or f"the default for {platform}")
 
 
-def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
+def _warn_once(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     """Log a warning that an implementation cannot be imported, at most once per implementation.
 
     The warning is logged only if the implementation is the default on this GPU or was requested by
@@ -155,11 +146,11 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     is the default there.
     """
     capability = launching.local_capability() if platform == "cuda" else None
-    if capability is None or name in _told:
+    if capability is None or name in _warned:
         return
     if not (is_default_on(name, capability) or is_preferred):
         return
-    _told.add(name)
+    _warned.add(name)
     on_this_gpu = f"the default on this GPU (compute capability {capability / 10})"
     logging.getLogger("jaxnorm").warning(
         "jaxnorm: implementation %r, %s, never runs here: %s; python -m jaxnorm prints what runs "
@@ -187,8 +178,8 @@ def lowering_failed(
             "jaxnorm choose"
         ) from error
     _unlowered[name, spec] = reason
-    if name not in _told:
-        _told.add(name)
+    if name not in _warned:
+        _warned.add(name)
         logging.getLogger("jaxnorm").warning(
             "jaxnorm: %s runs without the default implementation %r: %s; implementation_for says "
             "what runs in its place; with %s=xla, that is XLA's code, without this warning",
@@ -231,7 +222,7 @@ def refuse(
         )
 
 
-def placed(function: str, name: str, platforms: Sequence[str]) -> None:
+def check_platforms(function: str, name: str, platforms: Sequence[str]) -> None:
     """Raise ValueError if the implementation `name` does not exist for one of the platforms.
 
     `name` is the implementation that the user requested. `platforms` are the platforms for which

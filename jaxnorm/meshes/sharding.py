@@ -145,7 +145,7 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
     layout.check(call.function, mesh)
 
     def run_shard(*arrays: jax.Array) -> list[jax.Array]:
-        shard = call.on(layout.view_of_shard(arrays[0].shape))
+        shard = call.with_view(layout.view_of_shard(arrays[0].shape))
         if layout.cols_over:
             results = _with_split_rows(shard, call.view.cols, layout).xla(*arrays)
         elif queries_over := layout.queries_over(call):

@@ -25,7 +25,7 @@ from jaxnorm.operations.linear_loss_call import (
 )
 from jaxnorm.operations.loss import checked_labels, counted, loss_call, masks, weighted
 from jaxnorm.primitives import eager
-from jaxnorm_kernels.specs import Name
+from jaxnorm_kernels.specs import LossOptions, Name
 
 NAME: Function = "linear_softmax_cross_entropy"
 
@@ -403,6 +403,8 @@ def _of_loss(
     operands: dict[str, Any],
     arguments: tuple[Any, ...],
     teacher: tuple[np.dtype, ...] = (),
+    *,
+    implementation: Name | None,
     **options: Any,
 ) -> list[jax.Array]:
     """Check the further arguments of a public function, and return the results of a jaxnorm loss.
@@ -413,7 +415,8 @@ def _of_loss(
       operands: the operands that only this function has: labels, or the teacher's layer.
       arguments: the public function's ``where``, ``logits_scale``, ``reduction`` and ``chunk``.
       teacher: the dtypes of the teacher's matmul.
-      options: further arguments of `loss_call`.
+      implementation: the public function's argument.
+      options: fields of `LossOptions`.
     """
     (arrays, dtypes), (where, logits_scale, reduction, chunk) = layer, arguments
     x, classes = arrays["x"], arrays["weight"].shape[1]
@@ -435,15 +438,14 @@ def _of_loss(
     options |= {"logits_scale": scale.number, "has_scale": scale.array is not None}
     loss = loss_call(
         function,
+        LossOptions(**options, teacher_dtype=teacher[1] if teacher else None),
         (classes,),
         dtypes[1],
-        of=of,
-        axis=-1,
-        mask=None if mask is None else (classes,),
-        has_positions=False,
-        candidates=candidates,
-        teacher_dtype=teacher[1] if teacher else None,
-        **options,
+        -1,
+        None if mask is None else (classes,),
+        implementation,
+        candidates,
+        of,
     )
     results = bound(function, layer, Program(loss), operands, reduction, chunk, *teacher[:1])
     if not takes_classes or weights is None:
@@ -483,5 +485,5 @@ def bound(
         sizes = arrays["x"].size // max(d, 1), (d, classes), head.dtypes[::-1]
         rows, _ = chunks_of(head.chunk, *sizes, copies=copies, may_hold=False)
         call = loss_of_rows(loss, (rows, classes), 1, has_positions="where" in arrays)
-        call.forced(loss.implementation)
+        call.check_implementation()
     return linear_loss_primitive.bind(head, *arrays.values())

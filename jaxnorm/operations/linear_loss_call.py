@@ -336,7 +336,7 @@ def loss_of_rows(loss: Call, shape: tuple[int, ...], mask: int, **changes: Any) 
     """
     of_mask = (mask, shape[1]) if loss.spec.logits.has_mask else ()
     view = RowView.of(shape, (1,), mask=of_mask, candidates=loss.view.candidates)
-    return loss.on(view).replaced(**changes)
+    return loss.with_view(view).replaced(**changes)
 
 
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:

@@ -68,7 +68,7 @@ class LossRules(Rules[LinearLossCall]):
             types.append(sharding.type_like(x, mesh, shape, of_rows[name].dtype, split))
         return types
 
-    def plain(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
+    def plain_jax(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays)
 
     def on_shard(self, head: LinearLossCall, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:

@@ -1,7 +1,8 @@
 """The losses and the divergence of logits, and the checks of their arguments."""
 
+import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -124,37 +125,30 @@ def softmax_cross_entropy_with_integer_labels(
       >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000), and 0 where masked
       [6.91, 0.0]
     """
+    options = LossOptions(
+        label_smoothing=label_smoothing, z_loss=z_loss, logit_softcap=logit_softcap
+    )
     (loss,), weights = _of_rows(
-        NAME,
-        logits,
-        labels,
-        axis,
-        where,
-        implementation,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        logits_scale=logits_scale,
-        logit_softcap=logit_softcap,
+        NAME, options, logits, labels, axis, where, logits_scale, implementation
     )
     return loss if weights is None else weighted(loss, weights)
 
 
 def _of_rows(
     function: Function,
+    options: LossOptions,
     logits: ArrayLike,
     labels: ArrayLike,
     axis: Axis,
     where: ArrayLike | None,
+    logits_scale: ArrayLike,
     implementation: Name | None,
-    *,
-    logits_scale: ArrayLike = 1.0,
-    **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Check the arguments of a loss that takes logits and labels, and compute its results.
 
     Return a pair: a list of the results, and the mask or the weights of positions (or None). The
     results are not multiplied by the weights yet. The caller does this by the function `weighted`.
-    `options` are further arguments of `loss_call`.
+    `options` has the public function's arguments that are static.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -172,18 +166,15 @@ def _of_rows(
         # axis 2 to position 1, and axis 1 to position 2. The labels then fit without a conversion.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
-    call = loss_call(
-        function,
-        logits.shape,
-        logits.dtype,
-        axis=axis,
-        candidates=candidates,
-        mask=None if mask is None else mask.shape,
-        has_positions=weights is not None,
-        implementation=implementation,
+    options = dataclasses.replace(
+        options,
         logits_scale=scale.number,
         has_scale=scale.array is not None,
-        **options,
+        has_positions=weights is not None,
+    )
+    of_mask = None if mask is None else mask.shape
+    call = loss_call(
+        function, options, logits.shape, logits.dtype, axis, of_mask, implementation, candidates
     )
     positions = None if weights is None else counted(weights)
     return row_operations.run(call, logits, labels, mask, positions, scale.array), weights
@@ -216,81 +207,61 @@ def checked_labels(
 
 def loss_call(
     function: str,
+    options: LossOptions,
     shape: tuple[int, ...],
     dtype: np.dtype,
-    *,
     axis: Axis,
     mask: tuple[int, ...] | None,
-    has_positions: bool,
     implementation: Name | None,
-    of: Function | None = None,
     candidates: int | None = None,
-    teacher_dtype: np.dtype | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_scale: float = 1.0,
-    has_scale: bool = False,
-    logit_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    reverse: bool = False,
+    of: Function | None = None,
 ) -> Call:
     """Check the options of a loss or a divergence of logits, and return its forward call.
 
     Args:
       function: name of the public function.
+      options: the static arguments of the public function, as the user passed them. The field
+        `has_mask` is added here.
       shape, dtype: shape and dtype of the logits.
       axis: the axis or axes of the classes.
       mask: shape of the mask of classes, or None.
-      has_positions: True if the call has a mask of positions.
       implementation: name of the implementation that the user requested, or None.
-      of: name of the public function of logits, if `function` is a linear loss; else None.
       candidates: number of labels of each position if labels have an additional axis for them. None
         if labels have no such axis, so that each position has one label.
-      teacher_dtype: dtype of a divergence's teacher logits; None for a loss.
-      label_smoothing, z_loss, logit_softcap, reverse: the public function's arguments.
-      logits_scale: the public function's argument if it is a number, else 1.
-      has_scale: True if the argument ``logits_scale`` is an array, which is an operand of the call.
-      teacher_softcap: the public function's argument ``teacher_logit_softcap``.
+      of: name of the public function of logits, if `function` is a linear loss; else None.
     """
     axes = checks.axes(function, axis, shape, of="logits")
     of_candidates = () if candidates is None else (candidates,)
     view = RowView.of(shape, axes, mask=mask or (), candidates=of_candidates)
     checks.implementation(function, implementation)
-    smoothing = checks.number(function, "label_smoothing", label_smoothing, minimum=0, maximum=1)
+    given = options.label_smoothing
+    smoothing = checks.number(function, "label_smoothing", given, minimum=0, maximum=1)
     if smoothing and mask is not None:
         raise ValueError(
-            f"{function}: label_smoothing={label_smoothing!r} with a mask of classes (where has as "
-            "many axes as logits), which says nothing of the targets of the others; expected 0, or "
+            f"{function}: label_smoothing={given!r} with a mask of classes (where has as "
+            "many axes as logits), for which smoothed targets are not defined; expected 0, or "
             "a mask of positions with the axes of labels; leave one of both out"
         )
     op = FUNCTIONS[of or function].op if candidates is None else FUNCTIONS[of or function].several
-    dtypes = dtype, checks.arithmetic_dtype(dtype, teacher_dtype or dtype)
-    options = LossOptions(
+    options = dataclasses.replace(
+        options,
         has_mask=mask is not None,
-        has_positions=has_positions,
         label_smoothing=smoothing,
-        z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
-        logits_scale=logits_scale,
-        has_scale=has_scale,
-        logit_softcap=softcap(function, logit_softcap),
-        teacher_dtype=teacher_dtype,
-        teacher_softcap=softcap(function, teacher_softcap, "teacher_logit_softcap"),
-        reverse=checks.flag(function, "reverse", reverse),
+        z_loss=checks.number(function, "z_loss", options.z_loss, minimum=0),
+        logit_softcap=softcap(function, options.logit_softcap),
+        teacher_softcap=softcap(function, options.teacher_softcap, "teacher_logit_softcap"),
+        reverse=checks.flag(function, "reverse", options.reverse),
     )
+    dtypes = dtype, checks.arithmetic_dtype(dtype, options.teacher_dtype or dtype)
     call = Call.forward(function, op, view, dtypes, options, implementation)
-    check_numbers(function, call.spec.compute_dtype, call.spec.loss)
+    _check_numbers(function, call.spec.compute_dtype, options)
     return call.replaced(primitives=of)
 
 
-def check_numbers(function: str, dtype: np.dtype, options: Any) -> None:
+def _check_numbers(function: str, dtype: np.dtype, options: LossOptions) -> None:
     """Raise ValueError unless the options of a loss are finite in `dtype`.
 
     Also raise it if the scale of the logits or a softcap is not 0, but is rounded to 0.
-
-    Args:
-      function: name of the public function.
-      dtype: dtype of the arithmetic.
-      options: a `LossOptions`, or an object with the same attributes.
     """
     checks.finite_in(function, dtype, {"z_loss": options.z_loss})
     factors: dict[str, float] = {"logits_scale": options.logits_scale}
@@ -364,7 +335,7 @@ def masks(
             classes = _instead_of_classes(array.shape, shape)
         raise ValueError(
             f"{function}: where has shape {array.shape}; expected one that broadcasts to {of} "
-            f"shape {of_labels}, with {len(of_labels)} axes: which positions count, or how much"
+            f"shape {of_labels}, with {len(of_labels)} axes: a mask or weights of positions"
             f"{classes}{checks.reshaping('where', array.shape, of_labels, *logits)}"
         )
     return None, jnp.broadcast_to(array, of_labels)
@@ -471,15 +442,9 @@ def log_prob_and_entropy(
       >>> jaxnorm.log_prob_and_entropy(logits, jnp.array([[3, 4, 5], [7, 8, 9]]))[0].shape
       (2, 3)
     """
+    options = LossOptions(logit_softcap=logit_softcap)
     (log_prob, entropy), weights = _of_rows(
-        _LOG_PROB,
-        logits,
-        labels,
-        axis,
-        where,
-        implementation,
-        logits_scale=logits_scale,
-        logit_softcap=logit_softcap,
+        _LOG_PROB, options, logits, labels, axis, where, logits_scale, implementation
     )
     if weights is None:
         return log_prob, entropy
@@ -591,21 +556,17 @@ def kl_divergence(
     dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
     mask, weights = masks(_KL, where, view, dtype, of="the positions'")
     scale = scales.of_logits(_KL, logits_scale, positions, dtype, of="the positions'")
-    call = loss_call(
-        _KL,
-        logits.shape,
-        logits.dtype,
-        axis=view.axes,
-        mask=None if mask is None else mask.shape,
+    options = LossOptions(
         has_positions=weights is not None,
-        implementation=implementation,
-        teacher_dtype=teacher.dtype,
         logits_scale=scale.number,
         has_scale=scale.array is not None,
         logit_softcap=logit_softcap,
+        teacher_dtype=teacher.dtype,
         teacher_softcap=teacher_logit_softcap,
         reverse=reverse,
     )
+    of_mask = None if mask is None else mask.shape
+    call = loss_call(_KL, options, logits.shape, logits.dtype, view.axes, of_mask, implementation)
     counts = None if weights is None else counted(weights)
     constant = jax.lax.stop_gradient(teacher)
     (divergence,) = row_operations.run(call, logits, constant, mask, counts, scale.array)

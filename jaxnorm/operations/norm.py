@@ -1,5 +1,6 @@
 """Norms, norms fused with a residual addition or a gate, and the checks of all norms' arguments."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -19,33 +20,32 @@ from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions,
 # errors use. Operands that are not listed have the same name in both places.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
 
+_GATED = "rms_norm_gated"
+
 
 def norm_call(
     function: str,
+    options: NormOptions,
     x: jax.Array | jax.ShapeDtypeStruct,
     given: Mapping[str, jax.Array],
-    *,
     axis: Axis,
-    epsilon: float,
-    scale_offset: float = 0.0,
-    dtype: DTypeLike | None = None,
-    save: Save,
+    dtype: DTypeLike | None,
     implementation: Name | None,
-    activation: Activation | None = None,
-    **options: Any,
 ) -> Call:
     """Check a norm's options and the shapes of its parameters, and return its forward call.
 
     Args:
       function: name of the public function.
+      options: the public function's arguments, as the user passed them. The dtypes of the operands
+        in `given` and the field `subtract_mean` are added here.
       x: the array that is normalised, or its shape and dtype.
-      given: a dict from names in the table of operations to arrays. It has the residual and the
-        parameters that the user has passed.
-      axis, epsilon, scale_offset, dtype, save, implementation: the public function's arguments.
-      activation: name of an activation, or None. rms_norm_gated applies it to the gate, and other
-        norms to their result.
-      options: further fields of `NormOptions` that only some norms use. They are already checked.
+      given: a dict from names in the table of operations to the operands that the user has passed:
+        the parameters, and the residual or the gate.
+      axis, dtype, implementation: the public function's arguments.
     """
+    activations = Activation if function == _GATED else NormActivation
+    none = () if function == _GATED else (None,)
+    checks.one_of(function, "activation", options.activation, (*none, *get_args(activations)))
     axes = checks.axes(function, axis, x.shape)
     view = RowView.of(x.shape, axes)
     shapes = {name: a.shape for name, a in given.items() if OPERANDS[name] in PARAMETERS}
@@ -60,83 +60,60 @@ def norm_call(
     view = RowView.of(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
-    checks.one_of(function, "save", save, checks.SAVE_MODES)
+    checks.one_of(function, "save", options.saved, checks.SAVE_MODES)
     checks.implementation(function, implementation)
     entry = FUNCTIONS[function]
     default = given["residual"].dtype if OPERATIONS[entry.op].y_is_sum else x.dtype
     op = entry.gated if "branch_scale" in given else entry.op
-    dtypes: dict[str, Any] = {f"{name}_dtype": a.dtype for name, a in given.items()}
+    of_operands: dict[str, Any] = {f"{name}_dtype": a.dtype for name, a in given.items()}
     of_x_and_y = x.dtype, checks.output_dtype(function, dtype, default)
     # save="output" recovers the normalised x from y. This is impossible in two cases. First, y may
     # be the result of an activation. Second, a normalised row of N elements has a fixed magnitude
     # and, in a LayerNorm, a mean of 0. If N is 1 (2 in a LayerNorm), y does not depend on x, except
     # through epsilon, and dx is a small difference of large numbers.
-    degenerate = 1 + entry.subtract_mean
-    if activation is not None or (isinstance(view.cols, int) and view.cols <= degenerate):
-        save = "input"
-    norm_options = NormOptions(
-        epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
-        scale_offset=checks.number(function, "scale_offset", scale_offset),
+    is_degenerate = isinstance(view.cols, int) and view.cols <= 1 + entry.subtract_mean
+    epsilon = checks.number(function, "epsilon", options.epsilon, minimum=0.0)
+    scale_offset = checks.number(function, "scale_offset", options.scale_offset)
+    options = dataclasses.replace(
+        options,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
         subtract_mean=entry.subtract_mean,
-        saved=save,
-        activation=activation,
-        **dtypes,
-        **options,
+        saved="input" if is_degenerate or options.activation is not None else options.saved,
+        **of_operands,
     )
-    call = Call.forward(function, op, view, of_x_and_y, norm_options, implementation)
-    numbers = {"epsilon": call.spec.norm.epsilon, "scale_offset": call.spec.norm.scale_offset}
+    call = Call.forward(function, op, view, of_x_and_y, options, implementation)
+    numbers = {"epsilon": epsilon, "scale_offset": scale_offset}
     checks.finite_in(function, call.spec.compute_dtype, numbers)
     return call
 
 
-def common_options(
-    axis: Axis,
-    epsilon: float,
-    scale_offset: float,
-    dtype: DTypeLike | None,
-    save: Save,
-    implementation: Name | None,
-) -> dict[str, Any]:
-    """Return a dict of the options that all norms have.
-
-    The public functions have these arguments in the same order.
-    """
-    return {
-        "axis": axis,
-        "epsilon": epsilon,
-        "scale_offset": scale_offset,
-        "dtype": dtype,
-        "save": save,
-        "implementation": implementation,
-    }
-
-
 def normalise(
     function: str,
+    options: NormOptions,
     x: ArrayLike,
-    parameters: Mapping[str, ArrayLike | None],
-    residual: ArrayLike | None = None,
-    activation: NormActivation | None = None,
-    **options: Any,
+    operands: Mapping[str, ArrayLike | None],
+    axis: Axis,
+    dtype: DTypeLike | None,
+    implementation: Name | None,
 ) -> list[jax.Array]:
     """Check the arguments of a norm, run it, and return its results.
 
-    `parameters` is a dict from names in the table of operations to arrays or None. `options` are
-    further arguments of `norm_call`.
+    `operands` is a dict from names in the table of operations to arrays. A parameter may be None.
+    `options`, `axis`, `dtype` and `implementation` are the same as for `norm_call`.
     """
-    checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
-    given = {
-        name: checks.float_array(function, _PUBLIC_NAMES.get(name, name), array)
-        for name, array in parameters.items()
-        if array is not None
-    }
-    if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
-        # If the residual is None, this check raises the error.
-        residual = checks.float_array(function, "residual", residual)
-        checks.same_shape(function, "residual", residual.shape, x.shape)
-        given["residual"] = sharding.lie_alike(residual, x)
-    call = norm_call(function, x, given, activation=activation, **options)
+    given: dict[str, jax.Array] = {}
+    for name, operand in operands.items():
+        is_parameter = OPERANDS[name] in PARAMETERS
+        if is_parameter and operand is None:
+            continue
+        array = checks.float_array(function, _PUBLIC_NAMES.get(name, name), operand)
+        if not is_parameter:
+            checks.same_shape(function, name, array.shape, x.shape)
+            array = sharding.lie_alike(array, x)
+        given[name] = array
+    call = norm_call(function, options, x, given, axis, dtype, implementation)
     if "next_scale" in given and "scale" in given:
         shape = call.view.shape_of("scale")
         for name in ("scale", "next_scale"):
@@ -193,10 +170,10 @@ def layer_norm(
         gradient of x, and x is saved for any value of ``save``.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``: the function of :mod:`jax.nn` with its
-        default arguments (gelu is the tanh approximation), applied to the norm's result in the same
-        pass. None for no activation. The backward pass cannot invert an activation, so x is saved
-        for any value of ``save``.
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
+        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation), applied to the
+        norm's result in the same pass. None for no activation. The backward pass cannot invert an
+        activation, so x is saved for any value of ``save``.
 
     Returns:
       Array of x's shape in ``dtype``.
@@ -237,9 +214,11 @@ def layer_norm(
       >>> jaxnorm.layer_norm(images, scale, axis=(1, 2, 4), activation="silu").shape
       (2, 16, 16, 32, 8)
     """
-    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    parameters = {"scale": scale, "bias": bias}
-    (y,) = normalise("layer_norm", x, parameters, activation=activation, **options)
+    options = NormOptions(
+        epsilon=epsilon, scale_offset=scale_offset, saved=save, activation=activation
+    )
+    operands = {"scale": scale, "bias": bias}
+    (y,) = normalise("layer_norm", options, x, operands, axis, dtype, implementation)
     return y
 
 
@@ -297,9 +276,11 @@ def rms_norm(
       >>> y.shape, y.dtype.name
       ((8, 128, 512), 'bfloat16')
     """
-    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    parameters = {"scale": scale, "bias": bias}
-    (y,) = normalise("rms_norm", x, parameters, activation=activation, **options)
+    options = NormOptions(
+        epsilon=epsilon, scale_offset=scale_offset, saved=save, activation=activation
+    )
+    operands = {"scale": scale, "bias": bias}
+    (y,) = normalise("rms_norm", options, x, operands, axis, dtype, implementation)
     return y
 
 
@@ -363,9 +344,9 @@ def add_layer_norm(
       >>> round(float(h[0, 0]), 4)
       1.0001
     """
-    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    parameters = {"scale": scale, "bias": bias, "branch_scale": gate}
-    y, h = normalise("add_layer_norm", x, parameters, residual, **options)
+    options = NormOptions(epsilon=epsilon, scale_offset=scale_offset, saved=save)
+    operands = {"residual": residual, "scale": scale, "bias": bias, "branch_scale": gate}
+    y, h = normalise("add_layer_norm", options, x, operands, axis, dtype, implementation)
     return y, h
 
 
@@ -407,9 +388,9 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    parameters = {"scale": scale, "branch_scale": gate}
-    y, h = normalise("add_rms_norm", x, parameters, residual, **options)
+    options = NormOptions(epsilon=epsilon, scale_offset=scale_offset, saved=save)
+    operands = {"residual": residual, "scale": scale, "branch_scale": gate}
+    y, h = normalise("add_rms_norm", options, x, operands, axis, dtype, implementation)
     return y, h
 
 
@@ -453,8 +434,9 @@ def rms_norm_add(
       >>> y.shape, y.dtype.name
       ((8, 512), 'float32')
     """
-    options = common_options(axis, epsilon, scale_offset, None, "input", implementation)
-    (y,) = normalise("rms_norm_add", x, {"scale": scale}, residual, **options)
+    options = NormOptions(epsilon=epsilon, scale_offset=scale_offset, saved="input")
+    operands = {"residual": residual, "scale": scale}
+    (y,) = normalise("rms_norm_add", options, x, operands, axis, None, implementation)
     return y
 
 
@@ -506,13 +488,10 @@ def rms_norm_add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
-    parameters = {"scale": scale, "next_scale": next_scale}
-    y, h = normalise("rms_norm_add_rms_norm", x, parameters, residual, **options)
+    options = NormOptions(epsilon=epsilon, scale_offset=scale_offset, saved=save)
+    operands = {"residual": residual, "scale": scale, "next_scale": next_scale}
+    y, h = normalise("rms_norm_add_rms_norm", options, x, operands, axis, dtype, implementation)
     return y, h
-
-
-_GATED = "rms_norm_gated"
 
 
 @eager.compiled("x", "gate", "scale")
@@ -535,11 +514,12 @@ def rms_norm_gated(
       \qquad \text{or} \qquad
       y = \mathrm{rms\_norm}(x \cdot \mathrm{activation}(\mathrm{gate}))
 
-    Gated delta nets use the first form, over the columns of each head (Yang, Kautz and Hatamizadeh,
-    2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second form
-    (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic is float32 (float64 if x,
-    gate or the output is float64), and the result is rounded once. The residuals are x, gate, and
-    one number for each row. The backward pass recomputes ``rms_norm(x)`` and ``activation(gate)``.
+    Gated delta nets apply the gate after the norm, which is over the columns of each head (Yang,
+    Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2
+    applies it before the norm (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic
+    is float32 (float64 if x, gate or the output is float64), and the result is rounded once. The
+    residuals are x, gate, and one number for each row. The backward pass recomputes
+    ``rms_norm(x)`` and ``activation(gate)``.
 
     Args:
       x: array (..., d); bfloat16, float16, float32 or float64.
@@ -547,8 +527,7 @@ def rms_norm_gated(
       scale: array (d,), as in :func:`jaxnorm.rms_norm`. It may have axes before d, which broadcast
         to x's other axes. For example, Mamba 2 with groups has x (..., groups, d) and scale
         (groups, d). None for no scale (``scale_offset`` is then unused).
-      norm_before_gate: True to normalise x (the first form), False to normalise
-        ``x * activation(gate)`` (the second form).
+      norm_before_gate: True to normalise x, False to normalise ``x * activation(gate)``.
       activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
         function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation).
       epsilon: added to the mean square, at least 0.
@@ -578,20 +557,15 @@ def rms_norm_gated(
       >>> jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False).shape
       (2, 16, 8, 128)
     """
-    x, gate = (checks.float_array(_GATED, n, a) for n, a in (("x", x), ("gate", gate)))
+    x = checks.float_array(_GATED, "x", x)
     checks.features(_GATED, "x", x.shape, "d")
-    checks.same_shape(_GATED, "gate", gate.shape, x.shape)
-    if scale is not None:
-        scale = checks.float_array(_GATED, "scale", scale)
-    checks.one_of(_GATED, "activation", activation, get_args(Activation))
-    call = norm_call(
-        _GATED,
-        x,
-        {} if scale is None else {"scale": scale},
-        **common_options(-1, epsilon, scale_offset, dtype, "input", implementation),
-        gate_dtype=gate.dtype,
-        norm_before_gate=checks.flag(_GATED, "norm_before_gate", norm_before_gate),
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        saved="input",
         activation=activation,
+        norm_before_gate=checks.flag(_GATED, "norm_before_gate", norm_before_gate),
     )
-    (y,) = row_operations.run(call, x, sharding.lie_alike(gate, x), scale)
+    operands = {"gate": gate, "scale": scale}
+    (y,) = normalise(_GATED, options, x, operands, -1, dtype, implementation)
     return y

@@ -13,7 +13,7 @@ rstd is an array with one number for each row: 1 / sqrt(mean(x^2) + epsilon).
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, remat, row_operations, rules
 from jaxnorm_kernels import launching
-from jaxnorm_kernels.specs import LinearActivation, Name
+from jaxnorm_kernels.specs import LinearActivation, Name, NormOptions
 
 NAME = "rms_norm_linear"
 
@@ -128,8 +128,8 @@ def rms_norm_linear(
       residual: array of x's shape; any of these dtypes; or None. If it is given, the function
         computes ``h = x + residual`` in residual's dtype. It normalises h instead of x, and also
         returns h.
-      activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"`` or ``"silu"``: the function of
-        :mod:`jax.nn` with its default arguments (gelu is the tanh approximation). None for no
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
+        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation). None for no
         activation.
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
@@ -218,7 +218,7 @@ def _call_of(
     bias and residual.
     """
     shape, weight = x.shape, others["weight"]
-    names = get_args(LinearActivation)
+    names = [*products.ACTIVATIONS]
     if not isinstance(activation, str | None) or activation not in (None, *names):
         raise ValueError(
             f"{NAME}: activation={activation!r}; expected one of "
@@ -248,14 +248,12 @@ def _call_of(
         backends.refuse(NAME, implementation, "fwd", (math.prod(shape[:-1]), shape[-1]), refusal)
     norm = norm_call(
         "rms_norm",
+        NormOptions(epsilon=epsilon, scale_offset=scale_offset, saved="input"),
         jax.ShapeDtypeStruct(shape, h.dtype),
         {name: a for name, a in others.items() if name == "scale"},
-        axis=-1,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=layer.dtype,
-        save="input",
-        implementation=None if implementation == "mosaic" else implementation,
+        -1,
+        layer.dtype,
+        None if implementation == "mosaic" else implementation,
     )
     # With `primitives` set, the norm counts as a step of another function, so its output gets no
     # name for `jax.checkpoint` policies (see `remat.names`).
@@ -393,7 +391,7 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 
     platforms = mosaic.IMPLEMENTATION.platforms() or ()
     if jax.config.jax_disable_jit:
-        backends.placed(NAME, "mosaic", (backends.local_platform(),))
+        backends.check_platforms(NAME, "mosaic", (backends.local_platform(),))
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:

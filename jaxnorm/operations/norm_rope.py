@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
-from jaxnorm.operations.norm import common_options, norm_call
+from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.specs import Name, Save
+from jaxnorm_kernels.specs import Name, NormOptions, Save
 
 _FUNCTION = "rms_norm_rope"
 
@@ -109,15 +109,16 @@ def rms_norm_rope(
     table_dtype = checks.product_dtype(*[table.dtype for table in tables])
     lacking = x.ndim - tables[0].ndim
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
-    call = norm_call(
-        _FUNCTION,
-        x,
-        {} if scale is None else {"scale": scale},
-        **common_options(-1, epsilon, scale_offset, dtype, save, implementation),
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        saved=save,
         table_dtype=table_dtype,
         rotated=2 * tables[0].shape[-1],
         interleaved=checks.flag(_FUNCTION, "interleaved", interleaved),
     )
+    given = {} if scale is None else {"scale": scale}
+    call = norm_call(_FUNCTION, options, x, given, -1, dtype, implementation)
     call = call.replaced(view=dataclasses.replace(call.view, table=tables[0].shape))
     tables = [sharding.broadcast_alike(table, x) for table in tables]
     (y,) = row_operations.run(call, x, scale, *tables)

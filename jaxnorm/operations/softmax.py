@@ -9,8 +9,8 @@ are float32, but the backward pass computes their cotangent in 16 bits. This hal
 memory. The matmuls that follow would round it to 16 bits anyway.
 """
 
+import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -89,17 +89,8 @@ def softmax(
       >>> jaxnorm.softmax(logits, scale=0.125, where=jnp.array([True, True, False])).shape
       (3, 3)
     """
-    return _softmax_of(
-        "softmax",
-        x,
-        axis=axis,
-        where=where,
-        scale=scale,
-        bias=bias,
-        causal=causal,
-        dtype=dtype,
-        implementation=implementation,
-    )
+    options = SoftmaxOptions(causal=causal)
+    return _softmax_of("softmax", options, x, axis, where, scale, bias, dtype, implementation)
 
 
 @eager.compiled("x", "where", "bias", either=("scale",))
@@ -146,17 +137,8 @@ def log_softmax(
       >>> jaxnorm.log_softmax(logits, dtype=jnp.float32).dtype.name
       'float32'
     """
-    return _softmax_of(
-        "log_softmax",
-        x,
-        axis=axis,
-        where=where,
-        scale=scale,
-        bias=bias,
-        causal=causal,
-        dtype=dtype,
-        implementation=implementation,
-    )
+    options = SoftmaxOptions(causal=causal)
+    return _softmax_of("log_softmax", options, x, axis, where, scale, bias, dtype, implementation)
 
 
 @eager.compiled("x", "where", "bias")
@@ -174,45 +156,42 @@ def filled_softmax(
     of attention in this way. If all logits of a row are masked, all results of the row are equal,
     because `fill` is finite.
     """
-    return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
+    options = SoftmaxOptions(masked_logit=fill)
+    return _softmax_of("softmax", options, x, -1, where, 1.0, bias, dtype, None)
 
 
-def _softmax_of(function: str, x: ArrayLike, **options: Any) -> jax.Array:
+def _softmax_of(function: str, options: SoftmaxOptions, x: ArrayLike, *arguments: Any) -> jax.Array:
     """Check the arguments of a softmax, run it, and return its result.
 
-    `options` are further arguments of `softmax_call`.
+    `arguments` are further arguments of `softmax_call`.
     """
     x = checks.float_array(function, "x", x)
-    call, mask, bias = softmax_call(function, x, **options)
-    scale = None
-    if call.spec.logits.has_scale:
-        rows, dtype = call.view.shape_of("stat"), call.spec.compute_dtype
-        scale = scales.of_softmax(function, options["scale"], rows, dtype)
-    return row_operations.run(call, x, mask, bias, scale)[0]
+    call, *others = softmax_call(function, options, x, *arguments)
+    return row_operations.run(call, x, *others)[0]
 
 
 def softmax_call(
     function: str,
+    options: SoftmaxOptions,
     x: jax.Array | jax.ShapeDtypeStruct,
-    *,
+    axis: Axis,
     where: ArrayLike | None,
+    scale: ArrayLike,
     bias: ArrayLike | None,
     dtype: DTypeLike | None,
-    axis: Axis = -1,
-    scale: ArrayLike = 1.0,
-    causal: bool = False,
-    masked_logit: float = -math.inf,
-    implementation: Name | None = None,
-) -> tuple[Call, jax.Array | None, jax.Array | None]:
-    """Check the arguments of a softmax. Return its forward call, its mask and its bias.
+    implementation: Name | None,
+) -> tuple[Call, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Check the arguments of a softmax. Return its forward call, its mask, bias and scale.
 
-    The mask and the bias are arrays with as many axes as x, or None.
+    The mask and the bias are arrays with as many axes as x, or None. The scale is an array with one
+    number for each row; None if the user has passed a number.
 
     Args:
       function: name of the public function.
+      options: the public function's argument `causal`, and the number that replaces masked logits.
+        The other fields are added here.
       x: the logits, or their shape and dtype.
-      where, bias, dtype, axis, scale, causal, implementation: the public function's arguments.
-      masked_logit: the number that replaces masked logits. -inf excludes them.
+      axis, where, scale, bias, dtype, implementation: the public function's arguments.
     """
     mask = None if where is None else checks.mask(function, where, x.shape)
     if bias is not None:
@@ -222,26 +201,26 @@ def softmax_call(
     mask_shape, bias_shape = (() if a is None else a.shape for a in (mask, bias))
     view = RowView.of(x.shape, axes, logits_bias=bias_shape, mask=mask_shape)
     checks.implementation(function, implementation)
-    causal = checks.flag(function, "causal", causal)
-    if causal:
+    if checks.flag(function, "causal", options.causal):
         checks.matrix(function, "causal", view)
     has_scale = scales.is_array(scale)
     number = 1.0 if has_scale else checks.number(function, "scale", cast(float, scale))
-    op = FUNCTIONS[function].op
-    dtypes = np.dtype(x.dtype), checks.output_dtype(function, dtype, x.dtype)
-    options = SoftmaxOptions(
+    options = dataclasses.replace(
+        options,
+        causal=bool(options.causal),
         has_mask=mask is not None,
-        masked_logit=masked_logit,
         logits_scale=number,
         has_scale=has_scale,
         logits_bias_dtype=None if bias is None else bias.dtype,
-        causal=causal,
     )
-    call = Call.forward(function, op, view, dtypes, options, implementation)
-    checks.finite_in(function, call.spec.compute_dtype, {"scale": call.spec.logits.logits_scale})
+    dtypes = np.dtype(x.dtype), checks.output_dtype(function, dtype, x.dtype)
+    call = Call.forward(function, FUNCTIONS[function].op, view, dtypes, options, implementation)
+    wide = call.spec.compute_dtype
+    checks.finite_in(function, wide, {"scale": number})
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
-    return call, mask, bias
+    array = scales.of_softmax(function, scale, view.shape_of("stat"), wide) if has_scale else None
+    return call, mask, bias, array
 
 
 @eager.compiled("query", "key", "where", "bias")
@@ -277,10 +256,10 @@ def attention_weights(
       Array ``(batch..., heads, q_length, kv_length)``.
     """
     logits = jax.eval_shape(functools.partial(logits_of, precision), query, key)
-    call, mask, bias = softmax_call(
-        "softmax", logits, where=where, scale=scale, bias=bias, causal=causal, dtype=query.dtype,
-        masked_logit=fill,
-    )  # fmt: skip
+    options = SoftmaxOptions(causal=causal, masked_logit=fill)
+    call, mask, bias, _ = softmax_call(
+        "softmax", options, logits, -1, where, scale, bias, query.dtype, None
+    )
     (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
     # JAX must see y's own derivative, although it is replaced: it names y for `jax.checkpoint`.
     return with_tangent((_narrow_tangent, call, precision), y, query, key, mask, bias)

@@ -22,7 +22,7 @@ cannot contain a kernel get plain JAX.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,119 +39,6 @@ from jaxnorm.primitives import remat
 from jaxnorm.primitives.rules import Kernel, Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Direction
-
-
-def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
-    """Return the function to which a call is lowered: a kernel, or plain JAX.
-
-    Args:
-      ctx: the context of the lowering rule.
-      call: the call.
-      bind: ``bind(call, *arrays)`` binds the primitive for a call that may differ from `call`, for
-        example by having fewer operands.
-      partitioned: function that is used if XLA's partitioner shards the arrays. It takes the call,
-        and returns a function that has a partitioning rule. `lowered` then returns this second
-        function.
-    """
-    platforms = ctx.platforms or ctx.module_context.platforms
-    if _loses_its_kernel_by_dh(call, platforms[0]):
-        return _with_dh_added_outside(call, bind)
-    if call.spec.returns_both and not _has_one_kernel(ctx, call, platforms):
-        return functools.partial(call.in_two_passes, bind)
-    is_plain = call.spec.plain or _is_scattered(call)
-    name = "xla" if is_plain else _chosen_implementation(ctx, call, platforms)
-    axes = ctx.module_context.axis_context
-    whole = auto_axes.are_whole(axes)
-    if name == "xla":
-        # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions. On a
-        # GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the computation
-        # of attention's mask. On a CPU, the reshape would prevent XLA's loops from writing results
-        # into the buffers of their operands. Sharded arrays must stay as they are, and so must
-        # arrays that would have to be transposed before the reshape.
-        view, on_cpu = call.view, platforms[0] == "cpu"
-        natural = view.moved or view.has_groups or view.logits_bias or view.table
-        stays = call.spec.softmax.causal or (on_cpu and call.spec.is_softmax)
-        in_rows = whole and not (natural or stays)
-        return call.kernel("xla") if in_rows else call.xla
-    if whole:
-        spec, requested = call.as_seen_by(name), call.implementation
-        failed = functools.partial(backends.lowering_failed, call.function, requested, name, spec)
-        return Kernel(call.kernel(name), failed)
-    if auto_axes.can_partition(axes):
-        return partitioned(call)
-    if call.implementation is None:
-        return call.xla
-    raise ValueError(
-        f"{call.function}: implementation={name!r} cannot run on arrays that lie on a mesh with "
-        f"axes that are neither all manual nor all automatic: {axes}; leave "
-        "implementation out, or enter jax.shard_map with all axes of the mesh"
-    )
-
-
-def _is_scattered(call: Call) -> bool:
-    """Return True if the implementation that the user requested cannot use the call's parameters.
-
-    Its kernels need parameters of shape ``(groups, cols)``, and the parameters cannot be reshaped
-    to that shape. If the user requested no implementation, the result is False.
-    """
-    name = call.implementation
-    return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered
-
-
-def _has_one_kernel(ctx: Any, call: Call, platforms: Sequence[str]) -> bool:
-    """Return True if the call's implementation has one kernel for the forward and backward pass."""
-    if not auto_axes.are_whole(ctx.module_context.axis_context):
-        return False
-    name: str = call.implementation or _chosen_implementation(ctx, call, platforms)
-    implementation = backends.implementation(name)
-    is_supported = implementation.why_unsupported(call.as_seen_by(name)) is None
-    return implementation.both is not None and is_supported
-
-
-def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
-    """Return the name of the implementation to use for a call that kernels may support."""
-    if call.implementation is not None:
-        name = call.implementation
-        backends.placed(call.function, name, platforms)
-        # The user's call was checked before, but under `jax.vmap`, a backward pass has more rows
-        # than that call. So check again, with this number of rows.
-        call.forced(name)
-        return name
-    if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
-        return "xla"  # exported programs must run with later versions too
-    return backends.choose(call.as_seen_by, platforms[0]).name
-
-
-def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
-    """Return True if a kernel supports this backward pass of a norm, but not its operand dh.
-
-    dh is a cotangent that the pass adds to dx. The transpose rule passes it to avoid a separate
-    addition; the user does not request this. So if the requested implementation does not support
-    dh, the call must not fail. The addition is then done outside the kernel.
-    """
-    spec = call.spec
-    takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
-    if spec.plain or not takes_dh:
-        return False
-
-    def is_kernel_s(call: Call) -> bool:
-        if call.implementation is not None:
-            spec = call.as_seen_by(call.implementation)
-            backend = backends.implementation(call.implementation)
-            return backend.why_unsupported(spec) is None
-        return backends.choose(call.as_seen_by, platform).name != "xla"
-
-    return is_kernel_s(call.without_dh()) and not is_kernel_s(call)
-
-
-def _with_dh_added_outside(call: Call, bind: Run) -> Run:
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        *operands, dh = arrays
-        dx, *gradients = bind(call.without_dh(), *operands)
-        return [dx + dh, *gradients]
-
-    return run
-
 
 _accumulators = private_jax.accumulators()
 
@@ -184,17 +71,49 @@ class _RowRules(Rules[Call]):
             types.append(sharding.type_like(x, mesh, shape, dtype, split))
         return types
 
-    def plain(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
+    def plain_jax(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
         return call.xla(*arrays)
 
     def on_shard(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
         return self.bind(call, *arrays)
 
     def uncompiled(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
-        return self.plain(call, *arrays)  # JAX propagates shardings through plain JAX code
+        return self.plain_jax(call, *arrays)  # JAX propagates shardings through plain JAX code
 
     def lowered(self, call: Call, ctx: Any) -> Run:
-        return lowered(ctx, call, self.bind, self.partitioned)
+        """Return the function to which a call is lowered: a kernel, or plain JAX."""
+        platforms = ctx.platforms or ctx.module_context.platforms
+        axes = ctx.module_context.axis_context
+        whole = auto_axes.are_whole(axes)
+        name = "xla" if call.spec.plain else _chosen_implementation(ctx, call, platforms)
+        if call.spec.returns_both and not (whole and call.has_one_kernel(name)):
+            return functools.partial(call.in_two_passes, self.bind)
+        if name == "xla":
+            # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions.
+            # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the
+            # computation of attention's mask. On a CPU, the reshape would prevent XLA's loops from
+            # writing results into the buffers of their operands. Sharded arrays must stay as they
+            # are, and so must arrays that would have to be transposed before the reshape.
+            view, on_cpu = call.view, platforms[0] == "cpu"
+            natural = view.moved or view.has_groups or view.logits_bias or view.table
+            stays = call.spec.is_softmax and (on_cpu or call.spec.softmax.causal)
+            return call.kernel("xla") if whole and not (natural or stays) else call.xla
+        if whole:
+            call.check_implementation()
+            of_call = name, call.as_seen_by(name)
+            failed = functools.partial(
+                backends.lowering_failed, call.function, call.implementation, *of_call
+            )
+            return Kernel(call.kernel(name), failed)
+        if auto_axes.can_partition(axes):
+            return self.partitioned(call)
+        if call.implementation is None:
+            return call.xla
+        raise ValueError(
+            f"{call.function}: implementation={name!r} cannot run on arrays that lie on a mesh "
+            f"with axes that are neither all manual nor all automatic: {axes}; leave "
+            "implementation out, or enter jax.shard_map with all axes of the mesh"
+        )
 
     def needs_shards(self, call: Call) -> bool:
         return backends.has_kernels(call.implementation, backends.local_platform())
@@ -306,6 +225,10 @@ class _RowRules(Rules[Call]):
         knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
         moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
         adds = knows and moves and call.spec.operation.may_add_dh and "h" not in call.returns
+        # The user did not request the addition. So if the requested implementation cannot run it,
+        # the call must not fail.
+        if adds and call.implementation is not None:
+            adds = call.backward(call.wrt, ("y", "h")).refusal(call.implementation) is None
         if adds:
             dy, *others = cotangents
             cotangents = [dy, x.val, *others]
@@ -349,10 +272,16 @@ class _RowRules(Rules[Call]):
             a = a[None] if is_whole and kind in BROADCAST else batch_first(a, dim, size)
             return jnp.expand_dims(a, range(1, 1 + len(view.shape_of(kind)) - a.ndim))
 
-        operands = map(with_batch_axis, arrays, dims, call.kinds_taken)
+        operands, shape_of = (
+            map(with_batch_axis, arrays, dims, call.kinds_taken),
+            call.view.shape_of,
+        )
+        call = call.with_view(view)
+        if call.implementation is not None and call.is_scattered(call.implementation):
+            call = call.replaced(implementation="xla")
         results = [
-            jnp.squeeze(a, tuple(range(1, a.ndim - len(call.view.shape_of(kind)))))
-            for kind, a in zip(call.kinds_returned, self.bind(call.on(view), *operands))
+            jnp.squeeze(a, tuple(range(1, a.ndim - len(shape_of(kind)))))
+            for kind, a in zip(call.kinds_returned, self.bind(call, *operands))
         ]
         return results, [0] * len(results)
 
@@ -365,6 +294,16 @@ class _RowRules(Rules[Call]):
             rule = as_jax_rule(self.into_accumulators)
             _accumulators.fancy_transposes[primitive] = rule
         return primitive
+
+
+def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
+    """Return the name of the implementation to use for a call that kernels may support."""
+    if call.implementation is not None:
+        backends.check_platforms(call.function, call.implementation, platforms)
+        return call.implementation
+    if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
+        return "xla"  # exported programs must run with later versions too
+    return backends.choose(call.as_seen_by, platforms[0]).name
 
 
 def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array:
@@ -387,6 +326,5 @@ def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
 
     ValueError is raised if the user requested an implementation that cannot run the call.
     """
-    if call.implementation is not None:
-        call.forced(call.implementation)
+    call.check_implementation()
     return bind(call, *arrays)

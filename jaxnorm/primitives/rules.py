@@ -7,7 +7,6 @@ transposes of each other. Second-order derivatives also need the derivatives of 
 respect to the residuals. Plain JAX computes them.
 """
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -95,79 +94,48 @@ class Kernel:
         return self.run(*arrays)
 
 
-class Rules[P: Pass](abc.ABC):
+class Rules[P: Pass]:
     """The JAX rules of a family of calls.
 
     There are two families. One consists of the softmaxes, losses and norms. The other consists of
     the linear losses, whose logits are the result of a matmul. Each family has a subclass of this
-    class.
+    class, which defines the first group of these attributes as methods:
 
     Attributes:
+      types: takes a pass and the types of its operands; returns the types of the results.
+      plain_jax: computes the results of a pass in plain JAX, without kernels.
+      on_shard: computes one device's shards of the results from its shards of the operands.
+      forward_jvp: the JVP rule of a forward pass.
+      with_residuals: takes a forward pass; returns the forward pass that also returns the arrays
+        saved for the derivative, or None if a rematerialisation policy can save none of them.
+      names: takes a forward pass; returns the names of its outputs for rematerialisation policies.
+        The name is None for an output that policies cannot save.
+      derived: takes a forward pass, the outputs of the pass that `with_residuals` returns, and the
+        primals and tangents; returns the results and their tangents without another forward pass.
+      batch: the batching rule; returns the batched results and their batch axes.
+      shards: takes a pass, a function ``run(call, *arrays)`` that computes it on the shards of one
+        device, the types of the arrays and the mesh; returns the sharding of the arrays, and the
+        function that each device runs.
+      factors: returns Shardy's sharding rule: how the shardings of a pass's arrays are related.
+
       static: name of the primitive's parameter that has the call as its value.
     """
 
+    types: Callable[..., list[Any]]
+    plain_jax: Callable[..., list[jax.Array]]
+    on_shard: Callable[..., list[jax.Array]]
+    forward_jvp: Callable[..., tuple[Any, Any]]
+    with_residuals: Callable[[P], P | None]
+    names: Callable[[P], Sequence[str | None]]
+    derived: Callable[..., tuple[Any, Any]]
+    batch: Callable[..., tuple[Arrays, list[int]]]
+    shards: Callable[..., Shards]
+    factors: Callable[..., Factors]
     static = "call"
 
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
         self.needs: Callable[..., list[list[bool]]] = functools.lru_cache(1024)(self._needs)
-
-    # --------------------------------------------------------------------- defined by each family
-
-    @abc.abstractmethod
-    def types(self, call: P, *avals: Any) -> list[Any]:
-        """Return the types of a pass's results, given the types of its operands."""
-
-    @abc.abstractmethod
-    def plain(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results of a pass in plain JAX, without kernels."""
-
-    @abc.abstractmethod
-    def on_shard(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute one device's shards of the results from its shards of the operands."""
-
-    @abc.abstractmethod
-    def forward_jvp(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """The JVP rule of a forward pass."""
-
-    @abc.abstractmethod
-    def with_residuals(self, call: P) -> P | None:
-        """Return the forward pass that also returns the arrays saved for the derivative.
-
-        The result is None if a rematerialisation policy can save none of these arrays.
-        """
-
-    @abc.abstractmethod
-    def names(self, call: P) -> Sequence[str | None]:
-        """Return the names of a forward pass's outputs for rematerialisation policies.
-
-        The name is None for an output that policies cannot save.
-        """
-
-    @abc.abstractmethod
-    def derived(self, call: P, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """Return the results of a forward pass, and their tangents.
-
-        `outputs` are the outputs of the pass `with_residuals(call)`, which has already run. The
-        results are taken from them, so the forward pass is not run again.
-        """
-
-    @abc.abstractmethod
-    def batch(
-        self, call: P, arrays: Arrays, dims: Sequence[int | None]
-    ) -> tuple[Arrays, list[int]]:
-        """The batching rule: return the batched results and their batch axes."""
-
-    @abc.abstractmethod
-    def shards(self, call: P, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Return the sharding of arrays of these types, and the function that each device runs.
-
-        ``run(call, *arrays)`` computes a pass on the shards of one device.
-        """
-
-    @abc.abstractmethod
-    def factors(self, call: P, arrays: Arrays) -> Factors:
-        """Return Shardy's sharding rule for the pass: how the arrays' shardings are related."""
 
     def batched(
         self, call: P, arrays: Arrays, dims: Sequence[int | None]
@@ -210,7 +178,7 @@ class Rules[P: Pass](abc.ABC):
         avals = [jax.ShapeDtypeStruct(*of_operand) for of_operand in types]
         # The call runs on whole arrays here, whatever mesh the caller has set.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            jaxpr = jax.make_jaxpr(functools.partial(self.plain, call))(*avals).jaxpr
+            jaxpr = jax.make_jaxpr(functools.partial(self.plain_jax, call))(*avals).jaxpr
         every = range(len(jaxpr.outvars))
         return [partial_eval.dce_jaxpr(jaxpr, [i == j for j in every])[1] for i in every]
 
@@ -220,8 +188,8 @@ class Rules[P: Pass](abc.ABC):
         return [by_name[name] for name in call.returns]
 
     def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results like `plain`, in code that JAX can differentiate again."""
-        return self.plain(call, *arrays)
+        """Compute the results like `plain_jax`, in code that JAX can differentiate again."""
+        return self.plain_jax(call, *arrays)
 
     def uncompiled(self, call: P, *arrays: jax.Array) -> list[jax.Array]:
         """Compute the results under `jax.disable_jit`."""
@@ -232,7 +200,7 @@ class Rules[P: Pass](abc.ABC):
         axes = ctx.module_context.axis_context
         if auto_axes.can_partition(axes) and not auto_axes.are_whole(axes):
             return self.partitioned(call)
-        return functools.partial(self.plain, call)
+        return functools.partial(self.plain_jax, call)
 
     def check_vma(self, call: P) -> bool:
         """Return the argument of `jax.shard_map` in which a pass runs on shards."""
@@ -359,7 +327,7 @@ class Rules[P: Pass](abc.ABC):
         """
         shards = functools.partial(self.shards, call, with_wide_types(self.on_shard))
         factors = functools.partial(self.factors, call)
-        return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
+        return auto_axes.partitioned(call, functools.partial(self.plain_jax, call), shards, factors)
 
     def lower(self, call: P, ctx: Any, *arrays: Any) -> Any:
         def on_explicit_axes(*arrays: jax.Array) -> list[jax.Array]:

@@ -29,6 +29,7 @@ from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import choose_both
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, REGISTERS
+from jaxnorm_kernels.specs import LossOptions
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -40,17 +41,11 @@ DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "
 
 def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0, **options):
     """Return two specs: of the forward, which also returns statistics, and of the backward."""
-    call = loss_call(
-        "kl_divergence",
-        (rows, cols + padding),
-        np.dtype(dtype),
-        axis=-1,
-        mask=None,
-        has_positions=has_positions,
-        implementation=None,
-        teacher_dtype=np.dtype(teacher_dtype),
-        **options,
-    ).with_stats()
+    options = LossOptions(
+        has_positions=has_positions, teacher_dtype=np.dtype(teacher_dtype), **options
+    )
+    shape = rows, cols + padding
+    call = loss_call("kl_divergence", options, shape, np.dtype(dtype), -1, None, None).with_stats()
     call = call.replaced(padding=padding)
     return [c.as_seen_by("mosaic") for c in (call, call.backward(("x",), ("y",)))]
 

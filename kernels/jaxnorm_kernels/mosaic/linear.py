@@ -163,10 +163,7 @@ def why_unsupported(
       precision: the value of ``jax.default_matmul_precision``.
     """
     if local_capability() not in (90, None):
-        return (
-            "its product kernel is made of the matrix instructions of compute capability 9.0 "
-            "(Hopper)"
-        )
+        return "its matmul kernel uses matrix instructions of compute capability 9.0 (Hopper)"
     if not all(isinstance(size, int) for size in sizes):
         return "its kernels need sizes that are known when the call is traced, not symbolic ones"
     reasons = {

@@ -133,11 +133,11 @@ _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
         "on compute capability 12.0 (RTX 50), with less than half of the shared memory that its "
-        "schedules are made for, its kernels compile, but have not run",
+        "schedules assume, its kernels compile, but have not run",
         lambda s: local_capability() == 120,
     ),
     (
-        "its schedules are made for compute capability 9.0 (H100, H200) and 10.0 (B200)",
+        "its schedules were tuned for compute capability 9.0 (H100, H200) and 10.0 (B200)",
         lambda s: local_capability() not in (90, *_NOT_TIMED, None),
     ),
     (
