@@ -44,7 +44,7 @@ def in_plain_jax(logits, label, teacher, temperature):
 def bounded(cross_entropy, logits, label, teacher, temperature):
     """A function of a cross-entropy, of which it computes the label and the mask."""
     loss = cross_entropy(logits, jnp.maximum(label - 2, 0), label >= 2)
-    return teacher[0] * jnp.tanh(temperature * loss)
+    return teacher[0] * jnp.tanh(temperature * loss / 2)
 
 
 def of_jaxnorm(logits, label, where):
