@@ -18,11 +18,7 @@ NO_KERNEL: Table = (
         "its kernels compute in float32, and float64 arrays ask for more",
         lambda s: any(
             dtype is not None and dtype.itemsize > 4
-            for dtype in (
-                *(s.compute_dtype, s.x_dtype, s.y_dtype, s.norm.scale_dtype, s.norm.bias_dtype),
-                *(s.norm.residual_dtype, s.norm.next_scale_dtype, s.norm.branch_scale_dtype),
-                *(s.softmax.logits_bias_dtype, s.norm.table_dtype),
-            )
+            for dtype in (s.compute_dtype, s.y_dtype, *map(s.dtype, s.operation.operands))
         ),
     ),
     ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
@@ -33,7 +29,7 @@ NO_KERNEL: Table = (
     ),
     (
         "its softmax kernels take a scale that is a number; an array as scale is plain JAX's",
-        lambda s: s.logits.has_scale and s.is_softmax,
+        lambda s: s.is_softmax and s.logits.has_scale,
     ),
     (
         "its loss kernels take a scale of logits above 0; others are plain JAX's",
@@ -42,12 +38,13 @@ NO_KERNEL: Table = (
     (
         "parameters of groups of rows that are not consecutive, or that are broadcast along "
         "normalised axes, are plain JAX's",
-        lambda s: s.norm.scattered,
+        lambda s: s.is_norm and s.norm.scattered,
     ),
     (
         "scale and bias belong to groups of different sizes",
         lambda s: (
-            len({s.norm.scale_groups, s.norm.bias_groups, s.norm.branch_scale_groups} - {1}) > 1
+            s.is_norm
+            and len({s.norm.scale_groups, s.norm.bias_groups, s.norm.branch_scale_groups} - {1}) > 1
         ),
     ),
 )
@@ -57,18 +54,18 @@ NO_ROWS: Table = (
     *NO_KERNEL,
     (
         "its cross-entropy kernels take no mask of classes",
-        lambda s: s.logits.has_mask and s.is_loss,
+        lambda s: s.is_loss and s.logits.has_mask,
     ),
     (
         "its kernels take a mask or a bias that has all columns, or one value for a row",
         lambda s: (
-            (s.logits.has_mask and s.logits.mask_rows is None)
-            or (s.softmax.logits_bias_dtype is not None and s.softmax.logits_bias_rows is None)
+            (s.has("mask") and s.logits.mask_rows is None)
+            or (s.has("logits_bias") and s.softmax.logits_bias_rows is None)
         ),
     ),
     (
         "its kernels know no shards of the rows or columns that a causal mask counts",
-        lambda s: bool(s.cols_over or s.softmax.queries_over),
+        lambda s: bool(s.cols_over or (s.is_softmax and s.softmax.queries_over)),
     ),
 )
 
@@ -94,7 +91,7 @@ BETTER_FUSED: Table = (
     (
         "rows that are normalised with several scales are read once by XLA's code; a kernel would "
         "need a copy of them for each scale",
-        lambda s: s.norm.repeated and s.direction == "fwd",
+        lambda s: s.direction == "fwd" and s.is_norm and s.norm.repeated,
     ),
     (
         "a kernel costs the host more than XLA's own; so small a norm with no backward to come "
@@ -121,6 +118,6 @@ def first(table: Table, spec: Spec) -> str | None:
     passes of the call's norms (one or two). So if a reason applies to one of these norms, it
     applies to the call, too.
     """
-    has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
+    has_residual = spec.direction == "bwd" and spec.has("residual")
     specs = [spec, *(spec.norms if has_residual else [])]
     return next((reason for reason, applies in table if any(map(applies, specs))), None)

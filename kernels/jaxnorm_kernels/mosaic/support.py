@@ -97,6 +97,7 @@ _CANNOT: Table = (
         "its kernels add up no gradient of one value for a row where masked logits take part",
         lambda s: (
             s.direction == "bwd"
+            and s.is_softmax
             and s.softmax.logits_bias_rows is not None
             and not s.softmax.logits_bias_rows.has_columns
             and not s.drops_masked
@@ -105,16 +106,16 @@ _CANNOT: Table = (
     (
         "its norm with a rotation takes no groups of rows with a scale of their own, and tables of "
         "all pairs",
-        lambda s: bool(s.norm.rotated) and (s.groups > 1 or s.norm.table_rows is None),
+        lambda s: bool(_rotated(s)) and (s.groups > 1 or s.norm.table_rows is None),
     ),
     (
         f"its norm with a rotation takes rows this short only by {heads.LEAST_ROWS} and more",
-        lambda s: bool(s.norm.rotated) and s.rows < heads.LEAST_ROWS,
+        lambda s: bool(_rotated(s)) and s.rows < heads.LEAST_ROWS,
     ),
     (
         "its norm with a rotation divides a head's pairs, and its other columns, among the threads "
         "of a row, two or more, and copies it in multiples of 16 bytes",
-        lambda s: 0 < s.norm.rotated <= s.cols <= heads.MOST_COLS and not _is_held(s),
+        lambda s: 0 < _rotated(s) <= s.cols <= heads.MOST_COLS and not _is_held(s),
     ),
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
@@ -193,7 +194,7 @@ def _is_held(spec: Spec) -> bool:
     """Return True if the rows of this call fit in the registers and shared memory of a block."""
     if spec.is_loss:
         return True  # A loss kernel loops over parts of a row, so rows of any length fit.
-    if spec.norm.rotated:
+    if _rotated(spec):
         return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
@@ -201,6 +202,11 @@ def _is_held(spec: Spec) -> bool:
         return True  # If rows are too long for one kernel, each norm is run by a separate kernel.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
+
+
+def _rotated(spec: Spec) -> int:
+    """Return the number of columns that the call rotates."""
+    return spec.norm.rotated if spec.is_norm else 0
 
 
 def _norm_bwd(spec: Spec) -> bool:
@@ -213,6 +219,6 @@ def _norm_bwd(spec: Spec) -> bool:
       itself need not be checked.
     * Norms with a rotation, because other kernels run them.
     """
-    is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
-    has_own_rows = is_plain_sum or spec.norm.table_dtype is not None
+    is_plain_sum = spec.has("residual") and not spec.has("branch_scale")
+    has_own_rows = is_plain_sum or spec.op == "norm_rope"
     return spec.is_norm and spec.direction == "bwd" and not has_own_rows

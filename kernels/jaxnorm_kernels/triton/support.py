@@ -36,7 +36,7 @@ _CANNOT: Table = (
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
         "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
-        lambda s: s.logits.has_scale,
+        lambda s: s.has("logits_scale"),
     ),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",

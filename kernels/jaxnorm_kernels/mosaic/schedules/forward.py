@@ -98,7 +98,7 @@ class ForwardSchedule:
         if spec.rows // spec.groups % self._rows_of_params and spec.groups > 1:
             raise ValueError(f"{self} has parameters of one group for rows of another")
         cols, vector = spec.cols, self.vector
-        apart: dict[str, Any] = {"apart": spec.softmax.causal}
+        apart: dict[str, Any] = {"apart": spec.is_causal}
         shares = {
             "warpgroups": self.warpgroups,
             "cluster": self.cluster,
@@ -175,7 +175,7 @@ class ForwardRule:
             and param_bytes(spec) >= self.params * data_bytes(spec)
             and (self.most_params is None or len(param_sizes(spec)) <= self.most_params)
             and self.op in (None, spec.op)
-            and spec.softmax.causal >= self.causal
+            and spec.is_causal >= self.causal
         )
 
 
