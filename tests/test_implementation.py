@@ -56,7 +56,7 @@ class Stub(types.ModuleType):
 
     @staticmethod
     def why_unsupported(spec):
-        return "it has no masked kernel" if spec.logits.has_mask else None
+        return "it has no masked kernel" if spec.has("mask") else None
 
     @staticmethod
     def why_not_default(spec):

@@ -92,9 +92,9 @@ def why_not_default(spec: Spec) -> str | None:
     name = name_of(spec)
     timing = TIMINGS.get(name)
     if timing is None:
-        return f"its kernel of {name} is not timed"
+        return f"its kernel for {name} was not timed"
     if timing.ratio > LIMIT:
-        return f"its kernel of {name} took {timing} on {TIMED_ON}, which is more than {LIMIT}"
+        return f"its kernel for {name} took {timing} on {TIMED_ON}, which is more than {LIMIT}"
     return None
 
 
