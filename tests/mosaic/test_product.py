@@ -229,7 +229,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """`jax.vmap` over x gives one call with more rows. `jax.vmap` over parameters gives a loop."""
+    """`jax.vmap` over x, or over a parameter, gives a loop over the batch elements."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
