@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import importlib
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from benchmarks import calls, first_calls, providers, timing
+from benchmarks import calls, providers, timing
 from benchmarks.suites import Timed
 from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 
@@ -23,11 +23,6 @@ Inputs = tuple[Arrays, Arrays, Arrays]
 
 # The maximum number of threads that compile cells at the same time.
 THREADS = 16
-# After a process has measured a batch of cells, it waits for its next batch, and JAX does not free
-# the process's GPU memory. If the peak memory of the process exceeds this number of bytes, a new
-# process replaces it. JAX may hold up to twice the peak memory, so a process that is not replaced
-# may hold twice this number.
-KEPT_BYTES = 5e9
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -102,6 +97,27 @@ class Program:
     temp_bytes: int
 
 
+def passes(
+    f: Callable[..., Any], gradients: Sequence[int]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward pass of a provider's function, and both passes as one function.
+
+    `gradients` are indices of the row operands whose gradients are returned.
+    """
+
+    def forward(rows: Any, parameters: Any) -> Any:
+        results = f(*rows, *parameters)
+        return results if isinstance(results, tuple) else (results,)
+
+    def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
+        results, pullback = jax.vjp(forward, rows, parameters)
+        # A mean loss has no cotangent among the inputs. Use the constant 1, as jax.grad does.
+        of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
+        return results, [of_rows[i] for i in gradients], of_parameters
+
+    return forward, forward_and_backward
+
+
 def compile_cell(cell: Timed) -> Program:
     """Compile the call of a cell, under `jax.jit` as in a user's program.
 
@@ -109,14 +125,15 @@ def compile_cell(cell: Timed) -> Program:
     both, XLA would add a copy. Errors of the library are not caught.
     """
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
-    forward, forward_and_backward = first_calls.passes(f, cell.workload.gradients)
+    forward, forward_and_backward = passes(f, cell.workload.gradients)
     rows, parameters, cotangents = jax.eval_shape(
         lambda: random_arrays(0, *arguments_of(cell.workload))
     )
+    options = timing.matmul_options() if cell.workload.has_matmul else None
     start = time.perf_counter()
 
     def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
-        return jax.jit(step).lower(*shapes).compile()
+        return jax.jit(step).lower(*shapes).compile(options)
 
     def timed(call: Any, operands: Callable[..., tuple[Any, ...]]) -> Program:
         took = time.perf_counter() - start
@@ -167,9 +184,7 @@ def prepare(suite: str, cell: Any) -> Measure:
 
     Several threads call this function at the same time.
     """
-    if suite == "compile":
-        return first_calls.prepare(cell)
-    if suite in ("training", "capacity"):
+    if suite in ("training", "capacity", "compile"):
         training = importlib.import_module("benchmarks.training")  # imported here: needs optax
         return training.prepare(suite, cell)
     program = compile_cell(cell)
@@ -182,19 +197,6 @@ def prepare(suite: str, cell: Any) -> Measure:
 def release() -> None:
     """Delete the inputs that the cells of a workload share."""
     rotating_inputs.cache_clear()
-
-
-def crowds_others() -> bool:
-    """Return True if this process holds so much GPU memory that other processes may lack memory.
-
-    JAX frees this memory only when the process ends. With the limit `KEPT_BYTES`, seven waiting
-    processes hold at most half of an H200's memory. The other half is left to the eighth process,
-    which measures.
-    """
-    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
-        return False
-    used = jax.local_devices()[0].memory_stats() or {}  # memory_stats is None on a CPU
-    return used.get("peak_bytes_in_use", 0) > KEPT_BYTES
 
 
 def needs_restart(error: Exception) -> bool:

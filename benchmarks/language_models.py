@@ -14,9 +14,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.models import Layers, Remat, Size
-from benchmarks.variants import Variant, rotated
+from benchmarks.variants import Variant, add_then, rotated
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -24,10 +25,45 @@ State = tuple[Params, optax.OptState]
 
 OPTIMIZER = optax.adamw(3e-4, weight_decay=0.1)
 
+_QKV = ("q", "k", "v")
+_MLP = ("gate", "up", "mid")  # "mid" is the hidden array of GPT-2
+#: Kinds of rematerialisation by names: the names of the arrays that a layer saves. MaxText's
+#: policies (version 0.2.5, `maxtext/layers/nnx_decoders.py`) have other names there: query_proj,
+#: key_proj, value_proj, context ("attended"), out_proj ("out"), mlpwi_0, mlpwi_1 (_MLP), mlpwo
+#: ("down").
+NAMES: dict[str, tuple[str, ...]] = {
+    "names": (*_QKV, "attended", "h", *_MLP),
+    "maxtext minimal_with_context": (*_QKV, "attended", "out", *_MLP, "down"),
+    "maxtext minimal": (*_QKV, "out", *_MLP, "down"),
+    "maxtext save_dot_with_context_except_mlp": (*_QKV, "attended", "out"),
+    "maxtext save_dot_except_mlpwi": (*_QKV, "out", "down"),
+    "maxtext save_dot_except_mlp": (*_QKV, "out"),
+    "maxtext save_qkv_proj": _QKV,
+    "maxtext save_out_proj": ("out",),
+    "maxtext full": (),
+}
+
+
+def _saving(names: tuple[str, ...]) -> Callable[..., bool]:
+    """Return a policy that saves arrays with these names.
+
+    "attended" stands for the results of cuDNN's attention: its output and its statistics. They are
+    saved without a name, because a scan would save both the output and its named copy.
+    """
+
+    def save(primitive: Any, *_: Any, **params: Any) -> bool:
+        if str(primitive) == "name":
+            return params["name"] in names
+        return "attended" in names and "dot_product_attention_fwd" in str(primitive)
+
+    return save
+
+
 # The arguments of jax.checkpoint for a layer, for each kind of rematerialisation.
-_POLICIES: dict[Remat, dict[str, Any]] = {
+_POLICIES: dict[str, dict[str, Any]] = {
     "dots": {"policy": jax.checkpoint_policies.dots_with_no_batch_dims_saveable},
     "block": {},
+    **{key: {"policy": _saving(names)} for key, names in NAMES.items()},
 }
 
 
@@ -36,6 +72,7 @@ class Model:
     """A model of a given size, with the functions of a variant.
 
     Attributes:
+      remat: a kind of rematerialisation in `models` or `NAMES`.
       layers: "scan" for a scan over stacked parameters, "unrolled" for layers with separate
         parameters.
       attention: the argument `implementation` of jax.nn.dot_product_attention: "cudnn" on a GPU,
@@ -44,7 +81,7 @@ class Model:
 
     size: Size
     variant: Variant
-    remat: Remat = "none"
+    remat: Remat | str = "none"
     dtype: str = "bfloat16"
     layers: Layers = "scan"
     attention: Literal["cudnn", "xla"] = "xla"
@@ -92,6 +129,24 @@ class Model:
             return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]
         return functools.reduce(layer, layers, x)
 
+    def name(self, x: Array, name: str) -> Array:
+        """Name an array of a layer, if the rematerialisation is by names."""
+        return checkpoint_name(x, name) if self.remat in NAMES else x
+
+    @property
+    def functions(self) -> Variant:
+        """The functions of the variant. If arrays have names, an addition and a norm are two."""
+        if self.remat not in NAMES:
+            return self.variant
+        return dataclasses.replace(
+            self.variant,
+            add_rms_norm=add_then(self.variant.rms_norm, self._named_sum),
+            add_layer_norm=add_then(self.variant.layer_norm, self._named_sum),
+        )
+
+    def _named_sum(self, h: Array) -> Array:
+        return self.name(h, "h")
+
     def heads(self, x: Array) -> Array:
         """Reshape (B, S, heads * head size) to (B, S, heads, head size)."""
         return x.reshape(*x.shape[:2], -1, self.size.head)
@@ -135,15 +190,17 @@ def dense(linear: Callable[[Array, Array], Array], x: Array, p: Params) -> Array
 
 def gpt2(model: Model, params: Params, x: Array) -> Array:
     """Return the last hidden states of GPT-2, given embedded tokens; both are (B, S, d)."""
-    use = model.variant
+    use = model.functions
 
     def layer(x: Array, p: Params) -> Array:
         y = use.layer_norm(x, **p["attention_norm"])
-        q, k, v = map(model.heads, jnp.split(dense(use.linear, y, p["qkv"]), 3, axis=-1))
+        qkv = jnp.split(dense(use.linear, y, p["qkv"]), 3, axis=-1)
+        q, k, v = (model.name(model.heads(a), name) for a, name in zip(qkv, _QKV))
         branch = dense(use.heads_linear, model.attend(q, k, v), p["attention_out"])
-        y, x = use.add_layer_norm(branch, x, **p["mlp_norm"])
-        h = dense(use.linear, y, p["mlp_in"])
-        return x + use.activation_linear(h, p["mlp_out"]["kernel"], p["mlp_out"]["bias"])
+        y, x = use.add_layer_norm(model.name(branch, "out"), x, **p["mlp_norm"])
+        h = model.name(dense(use.linear, y, p["mlp_in"]), "mid")
+        down = use.activation_linear(h, p["mlp_out"]["kernel"], p["mlp_out"]["bias"])
+        return x + model.name(down, "down")
 
     x = x + params["positions"][: x.shape[1]].astype(x.dtype)
     return use.layer_norm(model.stack(layer, x, params["layers"]), **params["norm"])
@@ -182,7 +239,7 @@ def rotations(length: int, head: int, base: float = 500_000.0) -> tuple[Array, A
 
 def llama(model: Model, params: Params, x: Array) -> Array:
     """Return the last hidden states of Llama, given embedded tokens; both are (B, S, d)."""
-    use = model.variant
+    use = model.functions
     tables = rotations(x.shape[1], model.size.head)
 
     def rotate(x: Array, norm: Params | None) -> Array:
@@ -190,11 +247,13 @@ def llama(model: Model, params: Params, x: Array) -> Array:
 
     def layer(x: Array, p: Params) -> Array:
         y = use.rms_norm(x, **p["attention_norm"])
-        q, k, v = (model.heads(use.linear(y, p[name])) for name in "qkv")
-        attended = model.attend(rotate(q, p.get("q_norm")), rotate(k, p.get("k_norm")), v)
+        q, k, v = (model.heads(use.linear(y, p[name])) for name in _QKV)
+        q, k = rotate(q, p.get("q_norm")), rotate(k, p.get("k_norm"))
+        attended = model.attend(*(model.name(a, name) for a, name in zip((q, k, v), _QKV)))
         branch = use.heads_linear(attended, p["attention_out"])
-        y, x = use.add_rms_norm(branch, x, **p["mlp_norm"])
-        return x + use.gated_linear(use.linear(y, p["gate"]), use.linear(y, p["up"]), p["down"])
+        y, x = use.add_rms_norm(model.name(branch, "out"), x, **p["mlp_norm"])
+        gate, up = (model.name(use.linear(y, p[name]), name) for name in ("gate", "up"))
+        return x + model.name(use.gated_linear(gate, up, p["down"]), "down")
 
     return use.rms_norm(model.stack(layer, x, params["layers"]), **params["norm"])
 
@@ -206,10 +265,18 @@ _MODELS = {"gpt2": gpt2, "llama": llama}
 # Training.
 
 
-def train_step(model: Model, state: State, tokens: Array) -> tuple[State, Array]:
-    """Take a step of AdamW on tokens (B, S + 1), and return the new state and the loss."""
+def train_step(
+    model: Model,
+    state: State,
+    tokens: Array,
+    remat: Callable[..., Callable[..., Any]] = lambda loss: loss,
+) -> tuple[State, Array]:
+    """Take a step of AdamW on tokens (B, S + 1), and return the new state and the loss.
+
+    `remat` is applied to the loss before it is differentiated.
+    """
     params, moments = state
-    loss, gradients = jax.value_and_grad(model.loss)(params, tokens)
+    loss, gradients = jax.value_and_grad(remat(model.loss))(params, tokens)
     with jax.named_scope("optimizer"):
         updates, moments = OPTIMIZER.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), loss

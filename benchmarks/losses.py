@@ -73,6 +73,9 @@ LOSSES: dict[str, Loss] = {
     "reverse_kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
     "linear_kl_divergence": dataclasses.replace(_LINEAR, has_teacher=True),
 }
+#: The losses of logits, and those of a linear layer.
+OF_LOGITS = {op: loss for op, loss in LOSSES.items() if len(loss.shapes[0]) == 2}
+OF_LAYERS = {op: loss for op, loss in LOSSES.items() if op not in OF_LOGITS}
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
 

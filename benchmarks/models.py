@@ -1,4 +1,4 @@
-"""The measured models, and the measurements (cells) of training steps.
+"""The measured models, and the measurements (cells) of training steps and of their compilation.
 
 This module does not import JAX, because it is also imported by the process that only starts the
 measuring processes.
@@ -49,6 +49,15 @@ MODELS = {
     "llama-1b": _LLAMA_1B,
     "llama-1b-qk": dataclasses.replace(_LLAMA_1B, qk_norm=True),
 }
+
+
+def tiny(size: Size) -> Size:
+    """Return a small size of a model, to test how it is measured."""
+    kv_heads = 4 if size.kind == "gpt2" else 2
+    small = dataclasses.replace(size, layers=4, width=256, heads=4, kv_heads=kv_heads, hidden=512)
+    return dataclasses.replace(small, vocabulary=1024, seq=32, batch=2)
+
+
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
@@ -100,3 +109,42 @@ def cells(shapes: Any = None) -> Iterator[TrainingCell]:
 def cell(model: str, remat: Remat, layers: Layers, variant: str) -> TrainingCell:
     """Return a training step in bfloat16. `MODELS` has the number of sequences."""
     return TrainingCell(model, remat, layers, "bfloat16", MODELS[model].batch, variant)
+
+
+#: Maps the name of a compiled training step to three values: the model, how its layers are stacked,
+#: and the number of sequences in a batch.
+COMPILED: dict[str, tuple[str, Layers, int]] = {
+    "gpt2-small scan": ("gpt2-small", "scan", 4),
+    "gpt2-small unrolled": ("gpt2-small", "unrolled", 4),
+    "llama-1b-qk scan": ("llama-1b-qk", "scan", 4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCell:
+    """A training step that is compiled.
+
+    Attributes:
+      op: the name of the step in `COMPILED`.
+      shape: the shape of its tokens.
+      provider: a variant in `VARIANTS`.
+    """
+
+    op: str
+    shape: str
+    dtype: str
+    provider: str
+
+    direction = "fwd+bwd"
+
+    @property
+    def step(self) -> TrainingCell:
+        model, layers, batch = COMPILED[self.op]
+        return TrainingCell(model, "none", layers, self.dtype, batch, self.provider)
+
+
+def compile_cells(shapes: Any = None) -> Iterator[CompileCell]:
+    """Yield the training steps that are compiled. They have no other shapes than their own."""
+    for name, (model, _, batch) in COMPILED.items() if shapes is None else ():
+        for variant in (PLAIN, "jaxnorm-norms", "jaxnorm-products"):
+            yield CompileCell(name, f"{batch}x{MODELS[model].seq}", "bfloat16", variant)

@@ -2,13 +2,11 @@
 
 The processes of a *side* run either JAX or torch (see `providers`). Most of the time is spent on
 compiling. Much of the compiler is Python code, and a process runs only one thread of Python at a
-time, so a side may have several processes. They work in rounds: all of them compile a batch of
-cells at the same time; then each measures its batch, one process after the other. No process
-compiles while another one measures, because XLA and torch also time kernels on the GPU when they
-compile.
+time, so several processes may compile at the same time. Each of them compiles a batch of cells,
+then measures it when no other process uses the GPU, and ends.
 """
 
-import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -20,17 +18,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from benchmarks.providers import Side
-from benchmarks.results import ROOT, Machine
+from benchmarks.results import ROOT
 from benchmarks.suites import Cell, Suite
-from benchmarks.worker import REASON_LENGTH, RESTART
+from benchmarks.worker import COMPILED, REASON_LENGTH, RESTART, STAGES, WAITS
 
-# The time limit, in seconds, for each answer of a process. The first answer to a batch comes only
-# when the batch is compiled.
+# The time limit, in seconds, for a process to compile its batch, and to measure a cell.
 LIMIT_S = 900.0
 
 
@@ -54,20 +50,29 @@ def outcomes(
     If a process dies or hangs, only the cell that it was running fails. Another process runs the
     remaining cells, so the outcomes may be in a different order than `cells`.
     """
-    todo = collections.deque(batches(cells, workers, suite.batch))
-    running: list[_Worker] = []
-    try:
-        while todo:
-            turns = [todo.popleft() for _ in range(min(workers, len(todo)))]
-            running = [worker for worker in running if not worker.ended]
-            while len(running) < len(turns):
-                running.append(_Worker(side, workers))
-            left = yield from _round(suite, list(zip(running, turns)), limit_s)
-            todo.extendleft(reversed(left))
-    finally:  # end the processes even if the run is interrupted, or if the caller stops early
-        for worker in running:
-            if not worker.ended:
-                worker.end()
+    found: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
+    with tempfile.NamedTemporaryFile() as lock:
+        run = _Run((side, suite.name, str(_threads(workers, suite)), lock.name), workers, limit_s)
+
+        def measure(batch: Sequence[Cell]) -> None:
+            try:
+                for outcome in run.outcomes(batch):
+                    found.put(outcome)
+            except BaseException as error:
+                found.put(error)
+
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            for batch in batches(cells, workers, suite.batch):
+                pool.submit(measure, batch)
+            try:
+                for _ in cells:
+                    outcome = found.get()
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+                    yield outcome
+            finally:  # end the processes even if the run is interrupted
+                pool.shutdown(wait=False, cancel_futures=True)
+                run.stop()
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
@@ -87,141 +92,100 @@ def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
     return parts
 
 
-def default_workers(on: Machine) -> int:
+def default_workers(device: str) -> int:
     """Return the default number of processes: half of the cores, but at most 8; without a GPU, 1.
 
     The number is limited because each process holds GPU memory.
     """
-    return 1 if on == Machine("cpu") else max(1, min(8, cores() // 2))
+    return 1 if device == "cpu" else max(1, min(8, _cores() // 2))
 
 
-def environment(workers: int) -> dict[str, str]:
-    """Return the environment variables for a process, if `workers` processes run at a time."""
-    shares_memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if workers > 1 else {}
-    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(_threads(workers))}
-    return {**os.environ, **threads, **shares_memory}
-
-
-def cores() -> int:
+def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _threads(workers: int) -> int:
-    return max(1, cores() // workers)
+def _threads(workers: int, suite: Suite) -> int:
+    """Return the number of cells that each of `workers` processes compiles at the same time."""
+    return 1 if suite.in_turn else max(1, _cores() // workers)
 
 
-class _Worker:
-    """A process of one side (see the module docstring). It measures cells.
+class _Run:
+    """The processes of a run, which `worker.py` describes."""
 
-    It receives requests and sends answers as lines of JSON; see `worker.py`.
-    """
+    def __init__(self, arguments: Sequence[str], workers: int, limit_s: float) -> None:
+        shares_memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if workers > 1 else {}
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, _cores() // workers))}
+        self.environment = {**os.environ, **threads, **shares_memory}
+        self.command = [sys.executable, "-m", "benchmarks.worker", *arguments]
+        self.limit_s = limit_s
+        self.processes: list[subprocess.Popen[str]] = []
+        self.is_stopped = False
 
-    def __init__(self, side: Side, workers: int) -> None:
-        log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self.log = log  # the process writes its output to this file
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", side, str(_threads(workers))],
-            cwd=ROOT,
-            env=environment(workers),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.why = ""  # set when the process ends
-        threading.Thread(target=self._read, daemon=True).start()
+    def stop(self) -> None:
+        self.is_stopped = True
+        for process in self.processes:
+            process.kill()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.lines.put(line)
-        self.lines.put("")  # an empty line marks the end of the answers
+    def outcomes(self, batch: Sequence[Cell]) -> Iterator[Outcome]:
+        """Yield an outcome for each cell of a batch, from as many processes as it takes."""
+        todo = [list(batch)]
+        while todo:
+            todo += yield from self._process(todo.pop(0))
 
-    @property
-    def ended(self) -> bool:
-        return self.process.returncode is not None
+    def _process(self, cells: list[Cell]) -> Generator[Outcome, None, list[list[Cell]]]:
+        """Run a process. Yield its outcomes, and return the batches that others must run."""
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+            process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            self.processes.append(process)
+            if self.is_stopped:
+                process.kill()
+            is_late = threading.Event()
+            answers = 0
+            with process:
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError), process.stdin as requests:
+                    json.dump([*map(dataclasses.asdict, cells)], requests)
+                while line := self._line(process, None if answers in WAITS else is_late):
+                    answers += 1
+                    if answers > STAGES:
+                        yield Outcome(cells[answers - STAGES - 1], **json.loads(line))
+            log.seek(0)
+            said = [line.strip() for line in log if line.strip()] or ["it said nothing"]
+        left = cells[max(0, answers - STAGES) :]
+        if self.is_stopped or not left:
+            return []
+        if answers < COMPILED and len(cells) > 1:  # compile each alone, to find which one crashes
+            return [[cell] for cell in cells]
+        if process.returncode != RESTART:
+            why = f"no answer in {self.limit_s:.0f} s" if is_late.is_set() else said[-1]
+            status = f"failed: its process ended with code {process.returncode}: {why}"
+            yield Outcome(left.pop(0), {}, status[:REASON_LENGTH])
+        return [left] if left else []
 
-    def send(self, request: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # if the process has died, `answer` reports it
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
+    def _line(self, process: subprocess.Popen[str], is_late: threading.Event | None) -> str:
+        """Return the process's next line, or "" if it has ended.
 
-    def answer(self, limit_s: float, since: float | None = None) -> dict[str, Any] | None:
-        """Return the process's next answer.
-
-        Return None if the process has ended, or has not answered within the time limit.
+        If `is_late` is given, a process that exceeds the time limit is killed, and the event set.
         """
-        waited = 0.0 if since is None else time.monotonic() - since
+        assert process.stdout is not None
+        if is_late is None:
+            return process.stdout.readline()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(self.limit_s, end)
+        timer.start()
         try:
-            line = self.lines.get(timeout=max(0.0, limit_s - waited))
-        except queue.Empty:
-            self.end()
-            self.why = f"no answer in {limit_s:.0f} s"
-            return None
-        if line:
-            return json.loads(line)
-        self.process.wait()
-        self.end()
-        return None
-
-    def end(self) -> None:
-        """End the process. Store the last line that it printed."""
-        assert self.process.stdin is not None
-        self.process.kill()
-        self.process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        with self.log:
-            self.log.seek(0)
-            said = [line.strip() for line in self.log if line.strip()]
-        self.why = said[-1] if said else "it said nothing"
-
-    @property
-    def status(self) -> str:
-        """The status of the cell that was running when the process ended."""
-        code = self.process.returncode
-        return f"failed: its process ended with code {code}: {self.why}"[:REASON_LENGTH]
-
-
-def _round(
-    suite: Suite, turns: Sequence[tuple[_Worker, list[Cell]]], limit_s: float
-) -> Generator[Outcome, None, list[list[Cell]]]:
-    """Let all workers compile their batches at the same time, then measure one after the other.
-
-    Yield the outcomes of the cells. If a process ends early, some of its cells are not measured.
-    The generator returns these cells at its end, as a list of batches for another round.
-    """
-    start = time.monotonic()
-    for worker, cells in turns:
-        worker.send({"suite": suite.name, "cells": [*map(dataclasses.asdict, cells)]})
-    for worker, _ in turns:
-        worker.answer(limit_s, since=start)
-    left: list[list[Cell]] = []
-    for worker, cells in turns:
-        if worker.ended and len(cells) > 1:  # measure each cell alone, to find which cell crashes
-            left += ([cell] for cell in cells)
-        else:
-            rest = yield from _turn(worker, cells, limit_s)
-            left += [rest] if rest else []
-    return left
-
-
-def _turn(
-    worker: _Worker, cells: list[Cell], limit_s: float
-) -> Generator[Outcome, None, list[Cell]]:
-    """Yield the outcomes of a worker's cells. Return the cells that another worker must run."""
-    answered = 0
-    if not worker.ended:
-        worker.send({})
-        while answered < len(cells) and (answer := worker.answer(limit_s)):
-            yield Outcome(cells[answered], answer["figures"], answer["status"])
-            answered += 1
-    left = cells[answered:]
-    if not left:
-        worker.answer(limit_s)  # wait until it has freed its memory, or has ended
-    elif answered == 0 or worker.process.returncode != RESTART:
-        yield Outcome(left.pop(0), {}, worker.status)
-    return left
+            return process.stdout.readline()
+        finally:
+            timer.cancel()

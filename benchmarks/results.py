@@ -19,11 +19,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, str]
 OK = "ok"
 _KERNELS = ("jaxnorm", "kernels")
-PROVIDER_COLUMNS = ("device", "driver", "commit", "provider", "side", "software", "status")
-
-
-def path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.csv"
 
 
 def read(file: Path, columns: Sequence[str]) -> list[Row]:
@@ -87,7 +82,7 @@ class Table:
 
     @property
     def file(self) -> Path:
-        return path(self.folder, self.suite.name)
+        return self.folder / f"{self.suite.name}.csv"
 
     def rows(self) -> list[Row]:
         """Return a list of rows: for each cell, the row that was measured last.
@@ -108,32 +103,21 @@ class Table:
 # The machine, and the commit of the kernels.
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """A machine: the name of its device, and the version of its GPU driver ("" without a GPU)."""
-
-    device: str
-    driver: str = ""
-
-    @property
-    def folder(self) -> str:
-        """The name of the device's folder of results: nvidia_h200 for an "NVIDIA H200"."""
-        return re.sub(r"\W+", "_", self.device.lower())
+def folder_of(device: str) -> str:
+    """Return the name of a device's folder of results: nvidia_h200 for an "NVIDIA H200"."""
+    return re.sub(r"\W+", "_", device.lower())
 
 
-def this_machine() -> Machine:
-    """Return this machine, with its first NVIDIA GPU or, without one, with its CPU.
+def device() -> str:
+    """Return the name of this machine's first NVIDIA GPU, or "cpu" without one.
 
     The name is read from nvidia-smi instead of JAX, because JAX would reserve the GPU's memory.
     """
     if shutil.which("nvidia-smi") is None:
-        return Machine("cpu")
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+        return "cpu"
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
     answer = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        return Machine("cpu")
-    device, driver = answer.stdout.strip().split(", ")
-    return Machine(device, driver)
+    return "cpu" if answer.returncode else answer.stdout.strip()
 
 
 def commit() -> str:

@@ -24,37 +24,35 @@ timed. Rows that are already in the CSV files are not measured again.
 import argparse
 import contextlib
 import dataclasses
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import processes, results, workloads
 from benchmarks.models import LAYERS, REMATS, VARIANTS
 from benchmarks.processes import Outcome
-from benchmarks.providers import PROVIDERS
-from benchmarks.results import OK, Machine, Row, Table
+from benchmarks.providers import PROVIDERS, SIDES
+from benchmarks.results import OK, Row, Table
 from benchmarks.suites import OPS, SUITES, Cell, Selection, Suite, provider_name, provider_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The machine and software that are measured, and the folder for the results."""
+    """The device and software that are measured, and the folder for the results."""
 
     folder: Path
-    machine: Machine
+    device: str
     commit: str
     software: dict[str, str]  # maps the name of each installed provider to its software
 
     def key(self, cell: Cell) -> tuple[str, ...]:
         fields = map(str, dataclasses.astuple(cell))
-        return (self.machine.device, self.software[provider_name(cell)], *fields)
+        return (self.device, self.software[provider_name(cell)], *fields)
 
     def row(self, suite: Suite, outcome: Outcome) -> Row:
         cell = {name: str(value) for name, value in dataclasses.asdict(outcome.cell).items()}
         return {
-            "device": self.machine.device,
+            "device": self.device,
             "software": self.software[provider_name(outcome.cell)],
             "commit": self.commit,
             **cell,
@@ -69,52 +67,35 @@ class Run:
         return [cell for cell in installed if self.key(cell) not in done]
 
 
-def installed(folder: Path, on: Machine, commit: str, names: Iterable[str]) -> dict[str, str]:
+def installed(names: Iterable[str]) -> dict[str, str]:
     """Return a dict from each installed provider to its software: names and versions of packages.
 
-    For every provider, providers.csv gets a row with the software, or with the package that is
-    missing.
+    Print which packages are missing.
     """
     found = {}
     for name in names:
-        status = OK
         try:
             found[name] = PROVIDERS[name].software
         except ModuleNotFoundError as error:
-            status = f"missing: {error}"
-            print(f"{name}: {status}")
-        row = {
-            "device": on.device,
-            "driver": on.driver,
-            "commit": commit,
-            "provider": name,
-            "side": PROVIDERS[name].side,
-            "software": found.get(name, ""),
-            "status": status,
-        }
-        file = results.path(folder, "providers")
-        if row not in results.read(file, results.PROVIDER_COLUMNS):
-            results.append(file, results.PROVIDER_COLUMNS, row)
+            print(f"{name}: missing: {error}")
     return found
 
 
-def measure(run: Run, todo: Mapping[str, Sequence[Cell]], *, workers: int, limit_s: float) -> None:
+def measure(run: Run, todo: Mapping[str, Sequence[Cell]], workers: int) -> None:
     """Measure the cells of each suite, and append a row for each cell to the suite's CSV file."""
     count, total = 0, sum(map(len, todo.values()))
     for name, cells in todo.items():
-        for outcome in _on_each_side(SUITES[name], cells, workers=workers, limit_s=limit_s):
+        for outcome in _on_each_side(SUITES[name], cells, workers):
             row = run.row(SUITES[name], outcome)
             Table(run.folder, SUITES[name]).append(row)
             count += 1
             print(f"{count}/{total} {line(SUITES[name], row)}", flush=True)
 
 
-def _on_each_side(
-    suite: Suite, cells: Sequence[Cell], *, workers: int, limit_s: float
-) -> Iterator[Outcome]:
-    for side in suite.sides:
+def _on_each_side(suite: Suite, cells: Sequence[Cell], workers: int) -> Iterator[Outcome]:
+    for side in SIDES:
         of_side = [cell for cell in cells if provider_of(cell).side == side]
-        yield from processes.outcomes(side, suite, of_side, workers=workers, limit_s=limit_s)
+        yield from processes.outcomes(side, suite, of_side, workers=workers)
 
 
 def line(suite: Suite, row: Row) -> str:
@@ -136,7 +117,7 @@ _CHOICES: dict[str, tuple[Sequence[str], str]] = {
     "dtypes": (
         Selection.dtypes,
         "the dtypes of operands; mixed is float32 x and bfloat16 output for norms, and float32 "
-        "residual and bfloat16 x for blocks; float16 is in compile alone",
+        "residual and bfloat16 x for blocks",
     ),
     "variants": ([*VARIANTS], "variants of the models, which differ in their functions"),
     "remats": (REMATS, "which residuals a layer of a model rematerialises"),
@@ -151,8 +132,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    suites = f"a suite: one of {', '.join(SUITES)} (default: all)"
-    parser.add_argument("suites", nargs="*", metavar="SUITE", type=suite_name, help=suites)
+    suites = f"suites: some of {', '.join(SUITES)} (default: all)"
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)
     for name, (choices, meaning) in _CHOICES.items():
         parser.add_argument(
             f"--{name}",
@@ -177,41 +158,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workers",
-        type=count,
+        type=int,
         metavar="N",
         help="number of processes (for each of JAX and torch) that compile at the same time; they "
         "measure one after the other (default: with a GPU half of the cores, at most 8; else 1)",
     )
     parser.add_argument(
-        "--limit",
-        type=seconds,
-        metavar="SECONDS",
-        default=processes.LIMIT_S,
-        help="time limit for a process to compile its batch or to measure a cell; if it takes "
-        "longer, it is ended (default: %(default).0f)",
-    )
-    parser.add_argument(
         "--out",
-        type=folder,
+        type=Path,
         metavar="FOLDER",
         help="folder of the CSV files (default: benchmarks/results/ and the device's name)",
     )
-    parser.add_argument(
-        "--commit",
-        metavar="HASH",
-        help="commit of the kernels for the CSV files (default: from git)",
-    )
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if unknown := [name for name in given.suites if name not in SUITES]:
+        parser.error(f"got {', '.join(unknown)}; expected some of {', '.join(SUITES)}")
+    return given
 
 
 def selected(given: argparse.Namespace) -> Selection:
     return Selection(**{name: getattr(given, name) for name in (*_CHOICES, "shapes")})
-
-
-def suite_name(text: str) -> str:
-    if text not in SUITES:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected one of {', '.join(SUITES)}")
-    return text
 
 
 def shape(text: str) -> workloads.Shape:
@@ -221,55 +186,36 @@ def shape(text: str) -> workloads.Shape:
     return tuple(map(int, sizes))
 
 
-def positive(kind: type[int] | type[float], expected: str) -> Callable[[str], Any]:
-    """Return a parser of positive numbers for argparse; its error text says what was expected."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"got {text!r}; expected {expected}")
-        return value
-
-    return parse
+def folder_of(given: argparse.Namespace) -> Path:
+    """Return the folder of the CSV files."""
+    return given.out or results.RESULTS / results.folder_of(results.device())
 
 
-count = positive(int, "a number, 1 or more")
-seconds = positive(float, "seconds, more than 0")
-
-
-def folder(text: str) -> Path:
-    path = Path(text)
-    if path.is_file() or path.suffix == ".csv":
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}; expected a folder, which gets a CSV for each suite"
-        )
-    return path
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(argv)
+def measured(given: argparse.Namespace) -> int:
+    """Measure what the command line asks for, and return an exit code."""
     selection = selected(given)
-    on = results.this_machine()
-    folder = given.out or results.RESULTS / on.folder
+    device, commit = results.device(), results.commit()
+    folder = folder_of(given)
     folder.mkdir(parents=True, exist_ok=True)
-    commit = given.commit or results.commit()
     suites = [SUITES[name] for name in given.suites or SUITES]
     try:
-        software = installed(folder, on, commit, selection.providers)
-        run = Run(folder, on, commit, software)
+        run = Run(folder, device, commit, installed(selection.providers))
         todo = {s.name: run.todo(s, s.cells(selection), again=given.again) for s in suites}
     except ValueError as error:  # a CSV file has other columns than the suite
         print(error)
         return 2
-    print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
+    print(f"{device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
     with contextlib.suppress(KeyboardInterrupt):  # the next run continues from there
-        workers = given.workers or processes.default_workers(on)
-        measure(run, todo, workers=workers, limit_s=given.limit)
-    print(f"results are in {folder}; python -m benchmarks.tables --results {folder} prints tables")
+        measure(run, todo, given.workers or processes.default_workers(device))
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = parse(argv)
+    status = measured(given)
+    folder = folder_of(given)
+    print(f"results are in {folder}; python -m benchmarks.tables --results {folder} prints tables")
+    return status
 
 
 if __name__ == "__main__":

@@ -10,12 +10,19 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import compile_times, models, workloads
+from benchmarks import models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
-from benchmarks.compile_times import CompileCell, shaped_workload
-from benchmarks.losses import LOSSES, LossWorkload
-from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
-from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
+from benchmarks.losses import LOSSES, OF_LAYERS, OF_LOGITS, LossWorkload
+from benchmarks.models import (
+    LAYERS,
+    LOSS_STEPS,
+    MODELS,
+    REMATS,
+    VARIANTS,
+    CompileCell,
+    TrainingCell,
+)
+from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.workloads import DTYPES, GRID, Direction, Shape, Workload
 
 Shapes = Sequence[Shape] | None
@@ -51,7 +58,8 @@ class ShapedCell:
     @property
     def workload(self) -> BlockWorkload | LossWorkload:
         """The workload of the cell, which is the cell without its provider."""
-        return shaped_workload(self.op, self.direction, self.shape, self.dtype)
+        kind = BlockWorkload if self.op in BLOCKS else LossWorkload
+        return kind(self.op, self.direction, self.shape, self.dtype)
 
 
 Timed = TimedCell | ShapedCell
@@ -71,7 +79,7 @@ class Selection:
     providers: Sequence[str] = tuple(PROVIDERS)
     ops: Sequence[str] = OPS
     directions: Sequence[str] = workloads.DIRECTIONS
-    dtypes: Sequence[str] = ("bfloat16", "float32", "float16", "mixed")
+    dtypes: Sequence[str] = ("bfloat16", "float32", "mixed")
     variants: Sequence[str] = tuple(VARIANTS)
     remats: Sequence[str] = REMATS
     layers: Sequence[str] = LAYERS
@@ -96,7 +104,6 @@ class Suite:
       figures: maps each column of numbers in the results to its number of decimals.
       all_cells: a function that yields all of its cells. Its argument has other shapes, or is
         None, for the shapes of the suite.
-      sides: the groups of processes, such as JAX and torch, in which the suite can run.
       batch: the maximum number of cells that a process compiles before it measures them.
       in_turn: True if a process must compile its cells one after the other. This is needed if the
         compile time is measured. There may still be several processes.
@@ -106,7 +113,6 @@ class Suite:
     cell: type[Any]
     figures: Mapping[str, int]
     all_cells: Callable[[Shapes], Iterator[Cell]]
-    sides: tuple[Side, ...] = SIDES
     batch: int = 32
     in_turn: bool = False
 
@@ -171,10 +177,10 @@ def _shaped(table: Mapping[str, Any]) -> Callable[[Shapes], Iterator[Cell]]:
 
 
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
+_TIME_OF_LAYERS = {"us": 2, "compile_s": 2, "temp_bytes": 0}
 _COMPILE = {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3}
 _STEP = {"ms": 2, "kernels_ms": 2, "tokens_per_s": 0, "temp_bytes": 0, "peak_bytes": 0}
 _LOSSES = {f"loss_{step}": 4 for step in LOSS_STEPS}
-_JAX: tuple[Side, ...] = ("jax",)
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
@@ -182,9 +188,10 @@ SUITES: dict[str, Suite] = {
         Suite("kernels", TimedCell, _TIME, _timed([*GRID], ("fwd", "bwd"))),
         Suite("api", TimedCell, _TIME, _timed(("powers of two", "model widths"), ("fwd+bwd",))),
         Suite("blocks", ShapedCell, {**_TIME, "kernels": 0}, _shaped(BLOCKS)),
-        Suite("loss", ShapedCell, {**_TIME, "temp_bytes": 0}, _shaped(LOSSES)),
-        Suite("training", TrainingCell, _STEP | _LOSSES, models.cells, sides=_JAX, batch=1),
-        Suite("capacity", TrainingCell, {"batch_in_80gb": 0}, models.cells, sides=_JAX, batch=1),
-        Suite("compile", CompileCell, _COMPILE, compile_times.cells, sides=_JAX, in_turn=True),
+        Suite("loss", ShapedCell, {**_TIME, "temp_bytes": 0}, _shaped(OF_LOGITS)),
+        Suite("linear_loss", ShapedCell, _TIME_OF_LAYERS, _shaped(OF_LAYERS)),
+        Suite("training", TrainingCell, _STEP | _LOSSES, models.cells, batch=4),
+        Suite("capacity", TrainingCell, {"batch_in_80gb": 0}, models.cells, batch=4),
+        Suite("compile", CompileCell, _COMPILE, models.compile_cells, in_turn=True),
     )
 }

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.blocks import BlockWorkload
-from benchmarks.compile_times import LIMIT_S, STEPS
 from benchmarks.losses import LossWorkload
-from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, PLAIN, REMATS, VARIANTS
+from benchmarks.models import COMPILED, LOSS_STEPS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, RESULTS, Row, Table
 from benchmarks.suites import SUITES
@@ -35,15 +34,18 @@ WORKLOADS: dict[str, type[Any]] = {
     "blocks": BlockWorkload,
     "loss": LossWorkload,
 }
-_STEP = ("model", "remat", "layers", "dtype", "batch", "mesh")
-# The variants of models that `steps` compares.
-_COMPARED = (PLAIN, "jaxnorm-products")
 
 
 def rows_of(suite: str, folders: Sequence[Path]) -> list[Row]:
-    """Return the rows of a suite without failures, from the first folder that has the suite."""
-    found = (Table(folder, SUITES[suite]).rows() for folder in folders)
-    return [row for row in next(filter(None, found), []) if row["status"] == OK]
+    """Return the rows of a suite without failures, from the first folder that has such rows.
+
+    Committed rows of single operations, which the suite `compile` once had, are left out.
+    """
+    for folder in folders:
+        rows = [row for row in Table(folder, SUITES[suite]).rows() if row["status"] == OK]
+        if found := [row for row in rows if suite != "compile" or row["op"] in COMPILED]:
+            return found
+    return []
 
 
 def source(rows: Sequence[Row]) -> str:
@@ -127,125 +129,62 @@ def _range(ratios: Sequence[float] | None) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f})" if ratios else "-"
 
 
-# Training steps.
+def linear_losses(folders: Sequence[Path]) -> str:
+    """Return a table with milliseconds and GB of temporary memory of losses of linear layers."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    rows = rows_of("linear_loss", folders)
+    for row in rows:
+        figure = f"{float(row['us']) / 1e3:.2f} / {float(row['temp_bytes'] or 'nan') / 1e9:.2f}"
+        found[f"{row['op']}, {PROVIDERS[row['provider']].label}"][row["shape"]] = figure
+    shapes = dict.fromkeys(row["shape"] for row in rows)
+    body = [[name, *(of.get(shape, "-") for shape in shapes)] for name, of in found.items()]
+    return table(["ms / GB", *shapes], body)
 
 
-def _by_step(rows: Sequence[Row]) -> dict[tuple[str, ...], dict[str, Row]]:
-    """Return a dict from each training step to a dict from each variant to its row."""
-    choices: dict[str, Sequence[str]] = {"model": [*MODELS], "layers": LAYERS, "remat": REMATS}
-    found: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
-    for row in sorted(rows, key=lambda row: [of.index(row[n]) for n, of in choices.items()]):
-        found[tuple(row[name] for name in _STEP)][row["provider"]] = row
-    return found
-
-
-def _name(row: Row) -> str:
-    size = f"{row['model']}, {row['batch']} x {MODELS[row['model']].seq}"
-    size = f"{size}, {row['mesh']}" if row["mesh"] else size
-    return size if row["layers"] == "scan" else f"{size}, {row['layers']}"
-
-
-def _gigabytes(size: str) -> str:
-    return f"{float(size) / 1e9:.1f}"
+# Training steps and compile times.
 
 
 def training(folders: Sequence[Path]) -> str:
-    """Return a table of the time, memory and losses of training steps, relative to plain JAX."""
+    """Return a table of training steps: time, memory, losses, and the largest batch in 80 GB."""
+    ends = LOSS_STEPS[0], LOSS_STEPS[-1]
+    steps: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
+    for suite in ("training", "capacity"):
+        for row in rows_of(suite, folders):
+            functions = VARIANTS.get(row["provider"], row["provider"])
+            names = (row["layers"], row["remat"], row["mesh"], functions)
+            steps[f"{row['model']}, batch {row['batch']}", *names] |= row
 
-    def share(row: Row, plain: Mapping[str, str], column: str) -> str:
-        if not row[column] or not plain.get(column):
-            return "-"
-        return f"{float(row[column]) / float(plain[column]):.2f}"
+    def figure(row: Mapping[str, str], column: str, unit: float = 1.0, decimals: int = 1) -> str:
+        return f"{float(row[column]) / unit:.{decimals}f}" if row.get(column) else "-"
 
-    ends = (LOSS_STEPS[0], LOSS_STEPS[-1])
-    body = []
-    for variants in _by_step(rows_of("training", folders)).values():
-        plain = variants.get(PLAIN, {})
-        for variant, row in variants.items():
-            losses = (float(row[f"loss_{step}"]) for step in ends)
-            body.append(
-                [
-                    *(_name(row), row["remat"], VARIANTS[variant]),
-                    *(f"{float(row['ms']):.1f}", share(row, plain, "ms")),
-                    *(row["kernels_ms"] or "-", share(row, plain, "kernels_ms")),
-                    *(_gigabytes(row["temp_bytes"]), share(row, plain, "temp_bytes")),
-                    _gigabytes(row["peak_bytes"]),
-                    " to ".join(f"{loss:.3f}" for loss in losses),
-                ]
-            )
-    header = ["ms/step", "of jnp's", "kernels ms", "of jnp's", "temp GB", "of jnp's", "peak GB"]
-    header.append(f"loss, step {ends[0]} to {ends[-1]}")
-    return table(["model, batch x length", "remat", "norms and loss", *header], body)
-
-
-def capacity(folders: Sequence[Path]) -> str:
-    """Return a table of the largest batch of each training step, with a column for each variant."""
-    found = _by_step(rows_of("capacity", folders))
-    there = [name for name in VARIANTS if any(name in variants for variants in found.values())]
-    body = []
-    for (model, remat, layers, *_), variants in found.items():
-        name = f"{model}, length {MODELS[model].seq}" + f", {layers}" * (layers != LAYERS[0])
-        batches = (variants[v]["batch_in_80gb"] if v in variants else "-" for v in there)
-        body.append([name, remat, *batches])
-    return table(["model", "remat", *(VARIANTS[name] for name in there)], body)
-
-
-def steps(folders: Sequence[Path]) -> str:
-    """Return a table of scanned training steps in plain JAX and with all of jaxnorm."""
-    batches = _by_step(rows_of("capacity", folders))
-    body = []
-    for step, variants in _by_step(rows_of("training", folders)).items():
-        if step in batches:
-            rows = [variants.get(name) for name in _COMPARED]
-            ms = (f"{float(row['ms']):.1f}" if row else "-" for row in rows)
-            temp = (_gigabytes(row["temp_bytes"]) if row else "-" for row in rows)
-            fitting = (batches[step].get(name, {}).get("batch_in_80gb", "-") for name in _COMPARED)
-            body.append([_name(variants[PLAIN]), step[1], *ms, *temp, *fitting])
-    columns = ("ms", "temp GB", "largest batch")
-    header = [f"{what}, {which}" for what in columns for which in ("without", "jaxnorm")]
-    return table(["model, batch x length", "remat", *header], body)
-
-
-# Compile times.
+    body = [
+        [
+            *(", ".join(filter(None, names)), figure(row, "ms"), figure(row, "kernels_ms")),
+            *(figure(row, f"{kind}_bytes", 1e9) for kind in ("temp", "peak")),
+            *(figure(row, f"loss_{n}", decimals=3) for n in ends),
+            row.get("batch_in_80gb", "-"),
+        ]
+        for names, row in sorted(steps.items())
+    ]
+    header = ["training step", "ms", "kernels ms", "temp GB", "peak GB"]
+    return table([*header, *(f"loss of step {n}" for n in ends), "largest batch"], body)
 
 
 def compile_times(folders: Sequence[Path]) -> str:
-    """Return tables of seconds to trace, lower and compile: operations, and training steps."""
-    rows = rows_of("compile", folders)
-    by_op: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        if row["op"] not in STEPS:
-            name = f"{row['op']} {row['shape']} {row['dtype']}"
-            for op in ("all", row["op"]):
-                by_op[row["provider"], op][name] = float(row["total_s"])
-    body = []
-    for (provider, op), taken in sorted(by_op.items(), key=lambda each: each[0][0]):
-        longest = max(taken, key=lambda name: taken[name])
-        above = sum(value > LIMIT_S for value in taken.values())
-        seconds = (f"{statistics.median(taken.values()):.2f}", f"{taken[longest]:.2f}")
-        body.append([f"{provider}: {op}", *seconds, longest, f"{above} of {len(taken)}"])
-    header = ["operations", "median s", "longest s", "of", f"above {LIMIT_S:.0f} s"]
+    """Return a table of the seconds to trace, lower and compile training steps."""
     parts = ("trace", "lower", "compile", "total")
-    of_steps = [
-        [
-            f"{row['op']}, {row['shape'].replace('x', ' x ')}",
-            VARIANTS[row["provider"]],
-            *(row[f"{part}_s"] or "-" for part in parts),
-        ]
-        for row in rows
-        if row["op"] in STEPS
+    body = [
+        [f"{row['op']}, {VARIANTS[row['provider']]}", *(row[f"{part}_s"] or "-" for part in parts)]
+        for row in rows_of("compile", folders)
     ]
-    header_of_steps = ["training step", "functions", *(f"{part} s" for part in parts)]
-    both = ((header, body), (header_of_steps, of_steps))
-    return "\n\n".join(table(*each) for each in both if each[1])
+    return table(["training step", *(f"{part} s" for part in parts)], body)
 
 
 # Maps the name of each table to its suite and to a function of the folders of results.
 TABLES: dict[str, tuple[str, Callable[[Sequence[Path]], str]]] = {
     **{suite: (suite, functools.partial(speeds, suite)) for suite in WORKLOADS},
-    "steps": ("training", steps),
+    "linear_loss": ("linear_loss", linear_losses),
     "training": ("training", training),
-    "capacity": ("capacity", capacity),
     "compile": ("compile", compile_times),
 }
 

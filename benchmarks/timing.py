@@ -17,6 +17,15 @@ from benchmarks.calls import Timing
 
 Operands = Sequence[tuple[Any, ...]]
 
+# XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
+# options, all programs use the matmuls that cuBLAS chooses.
+GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+
+
+def matmul_options() -> dict[str, Any] | None:
+    """Return XLA's options for programs with matmuls; None without a GPU."""
+    return GPU_OPTIONS if jax.default_backend() == "gpu" else None
+
 
 def measure(function: Callable[..., Any], operands: Operands) -> Timing:
     """Return the timing of a compiled function. Successive calls use different sets of operands."""

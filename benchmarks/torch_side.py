@@ -223,14 +223,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def crowds_others() -> bool:
-    """Return False, which means that the process does not have to end to free GPU memory.
-
-    `release` frees its memory.
-    """
-    return False
-
-
 def needs_restart(error: Exception) -> bool:
     """Return True if the process cannot use the GPU any more after this error.
 

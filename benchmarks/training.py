@@ -1,6 +1,7 @@
 """Measures training steps of the models in language_models.py: time, memory and losses."""
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -22,10 +23,6 @@ KERNEL_STEPS = 10
 # number, bisection is used.
 _GUESSES = 8
 
-# XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
-# options, every variant uses the matmuls that cuBLAS chooses.
-GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
-
 
 class Step:
     """A training step and its inputs. Its programs are compiled when they are first used.
@@ -38,7 +35,7 @@ class Step:
       batch: a function that returns the tokens of step number i.
 
     The constructor's argument `shardings` is a function of the state. It returns the shardings of
-    the state and of the tokens; without a mesh, both are None.
+    the state and of the tokens; without a mesh, both are None. `remat` is applied to the loss.
     """
 
     def __init__(
@@ -46,24 +43,25 @@ class Step:
         cell: TrainingCell,
         batch: int,
         shardings: Callable[[State], tuple[Any, Any]] = lambda state: (None, None),
+        remat: Callable[..., Any] = lambda loss: loss,
     ) -> None:
-        on_gpu = jax.default_backend() == "gpu"
+        self.remat = remat
         self.model = Model(
             cell.size,
             VARIANTS[cell.provider],
             cell.remat,
             cell.dtype,
             cell.layers,
-            "cudnn" if on_gpu else "xla",
+            "cudnn" if jax.default_backend() == "gpu" else "xla",
         )
         self.tokens = batch * cell.size.seq
-        self.options = GPU_OPTIONS if on_gpu else None
+        self.options = timing.matmul_options()
         self._batch_shape = (batch, cell.size.seq + 1)
         self._types = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
         self._state_shardings, self._batch_shardings = shardings(self._types[0])
 
     def trace(self) -> Any:
-        step = functools.partial(language_models.train_step, self.model)
+        step = functools.partial(language_models.train_step, self.model, remat=self.remat)
         jitted = jax.jit(
             step,
             donate_argnums=0,
@@ -131,6 +129,21 @@ class Step:
             losses.append(float(loss))
         return state, times, losses
 
+    def round(self, steps: int) -> tuple[float, float]:
+        """Return the milliseconds of a step, of several that run back to back, and the first loss.
+
+        The steps begin with the initial state. Two more are not timed.
+        """
+        tokens = self.batch(0)
+        state, first = self.run(self.initial(), tokens)
+        state, _ = self.run(state, tokens)
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, _ = self.run(state, tokens)
+        jax.block_until_ready(state)
+        return 1e3 * (time.perf_counter() - start) / steps, float(first)
+
     def kernels(self, state: State) -> list[tuple[str, float]]:
         """Return the name and microseconds of each GPU kernel that runs in KERNEL_STEPS steps."""
         tokens = jax.block_until_ready(self.batch(0))
@@ -157,11 +170,48 @@ def speed(step: Step) -> Figures:
     }
 
 
-def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
-    """Compile a cell of the suite "training" or "capacity", and return a function that measures it.
+def compile_seconds(cell: TrainingCell) -> Figures:
+    """Return the results of the suite `compile`: the seconds to trace, lower and compile a step.
 
-    The suite "capacity" only compiles steps, to find the largest batch that fits.
+    Without a GPU, the step is lowered for a GPU but not compiled.
     """
+    jax.config.update("jax_enable_compilation_cache", False)  # do not load programs from a cache
+    on_gpu = jax.default_backend() == "gpu"
+    step = Step(cell, cell.batch)
+    jax.clear_caches()
+    times = [time.perf_counter()]
+    traced = step.trace()
+    times.append(time.perf_counter())
+    lowered = traced.lower() if on_gpu else traced.lower(lowering_platforms=("cuda",))
+    times.append(time.perf_counter())
+    if on_gpu:
+        lowered.compile(step.options)
+    times.append(time.perf_counter())
+    trace_s, lower_s, compile_s = (b - a for a, b in itertools.pairwise(times))
+    return {
+        "trace_s": trace_s,
+        "lower_s": lower_s,
+        "compile_s": compile_s if on_gpu else None,
+        "total_s": times[-1] - times[0],
+    }
+
+
+@functools.cache
+def _warm_up(variant: str) -> None:
+    """Compile another step, so that modules are imported and compilers are initialised."""
+    compile_seconds(TrainingCell("gpt2-small", "none", "scan", "bfloat16", 1, variant))
+
+
+def prepare(suite: str, cell: Any) -> Callable[[], Figures]:
+    """Compile a cell of one of three suites, and return a function that measures it.
+
+    The suite "capacity" only compiles steps, to find the largest batch that fits. The suite
+    "compile" measures the compilation itself.
+    """
+    if suite == "compile":
+        _warm_up(cell.provider)
+        figures = compile_seconds(cell.step)
+        return lambda: figures
     step = Step(cell, cell.batch)
     if suite == "training":
         _ = step.run, step.initial, step.batch

@@ -34,11 +34,16 @@ def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
     return ((wide - mean) * (rstd * scale) + bias).astype(x.dtype)
 
 
-def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """Return a function that adds the residual, and then normalises the sum in a second step."""
+def add_then(
+    norm: Callable[..., Array], named: Callable[[Array], Array] = lambda h: h
+) -> Callable[..., tuple[Array, Array]]:
+    """Return a function that adds the residual, and then normalises the sum in a second step.
+
+    `named` gives the sum a name.
+    """
 
     def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:
-        h = x + residual
+        h = named(x + residual)
         return norm(h, **parameters), h
 
     return add_norm
@@ -163,15 +168,18 @@ _PRODUCTS = dataclasses.replace(
     activation_linear=activation_linear_of_inputs,
     heads_linear=remade(heads_linear),
 )
+_PLAIN = Variant(
+    rms_norm,
+    add_then(rms_norm),
+    layer_norm,
+    add_then(layer_norm),
+    then_rotated(rms_norm),
+    loss_of_logits,
+)
 VARIANTS = {
-    "jnp": Variant(
-        rms_norm,
-        add_then(rms_norm),
-        layer_norm,
-        add_then(layer_norm),
-        then_rotated(rms_norm),
-        loss_of_logits,
-    ),
+    "jnp": _PLAIN,
+    # Only `auto_remat` measures this variant.
+    "jnp-linear-loss": dataclasses.replace(_PLAIN, loss=loss_without_logits),
     "jaxnorm-norms": _NORMS,
     "jaxnorm-everything": _EVERYTHING,
     "jaxnorm-products": _PRODUCTS,

@@ -1,22 +1,20 @@
-"""A process that measures cells: it compiles a batch of them, and measures them on request.
+"""A process that compiles a batch of cells, then measures them, and ends.
 
-    python -m benchmarks.worker jax 2
+    python -m benchmarks.worker SIDE SUITE THREADS LOCK
 
-JAX and torch reserve GPU memory, and a wrong kernel can crash its process, so each side (JAX or
-torch) has separate processes. The last argument is the number of cells that the process compiles at
-the same time.
+JAX and torch reserve GPU memory, and a wrong kernel can crash its process, so each batch has a
+process of one side (JAX or torch). It compiles THREADS cells at the same time.
 
-The parent process sends two lines to standard input for each batch. This process answers with JSON
-objects, one per line:
+The parent writes the cells to standard input, as a JSON list. The answers are lines of JSON: {} at
+each of three stages (it begins to compile, the cells are compiled, it begins to measure), and then
+{"figures": {...}, "status": "ok" or a reason} for each cell, in order.
 
-    {"suite": name, "cells": [...]}   ->  {} when the cells are compiled
-    any line: measure the cells now   ->  {"figures": {...}, "status": "ok" or a reason} for each
-                                          cell, in order; {} when the cells' memory is freed
-
-This is repeated for each batch, until the input ends.
+XLA and torch also time kernels on the GPU when they compile. So a process compiles while it shares
+the file LOCK, and measures while it holds this file alone.
 """
 
 import dataclasses
+import fcntl
 import importlib
 import json
 import os
@@ -24,12 +22,16 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TextIO
+from typing import Any
 
 from benchmarks.suites import SUITES, Cell
 
 RESTART = 75  # exit code: another process must run the remaining cells
 REASON_LENGTH = 200
+#: The indices of the answers for which the process waits until it may use the GPU.
+WAITS = (0, 2)
+#: The number of answers until the cells are compiled, and of those before the first cell's.
+COMPILED, STAGES = 2, 3
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # terminal colours in QuACK's error texts
 
 
@@ -64,79 +66,40 @@ def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
     return failed
 
 
-def prepared(side: Any, suite: str, cells: Sequence[Cell], threads: int) -> list[Any]:
-    """Compile the cells. Return a list with one entry for each cell.
-
-    An entry is a function that measures the cell, or a `Failed` if the cell does not compile.
-    """
-
-    def prepare(cell: Cell) -> Any:
-        return attempt(side, side.prepare, suite, cell)
-
-    if threads == 1 or len(cells) == 1:
-        return [prepare(cell) for cell in cells]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(prepare, cells))
-
-
-def say(out: TextIO, answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), file=out, flush=True)
-
-
-def turn(side: Any, measures: Sequence[Any], out: TextIO) -> bool:
-    """Measure the cells, and write an answer for each.
-
-    Return False if the GPU cannot be used any more after an error of a cell.
-    """
-    for measure in measures:
-        got = measure if isinstance(measure, Failed) else attempt(side, measure)
-        if isinstance(got, Failed):
-            say(out, {"figures": {}, "status": got.status})
+def work(side: Any, cells: Sequence[Cell], say: Callable[..., None]) -> int:
+    """Compile and measure the cells, and say the answers. Return the exit code."""
+    _, _, suite, threads, lock = sys.argv
+    with open(lock, encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        say()
+        with ThreadPoolExecutor(min(int(threads), side.THREADS)) as pool:
+            measures = [*pool.map(lambda cell: attempt(side, side.prepare, suite, cell), cells)]
+        side.release()
+        if len(cells) > 1 and any(isinstance(m, Failed) and m.restart for m in measures):
+            return RESTART
+        say()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        say()
+        for measure in measures:
+            got = measure if isinstance(measure, Failed) else attempt(side, measure)
+            if not isinstance(got, Failed):
+                say(figures=got, status="ok")
+                continue
+            say(figures={}, status=got.status)
             if got.restart:
-                return False
-        else:
-            say(out, {"figures": got, "status": "ok"})
-    return True
-
-
-def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
-    """Compile and measure batches until there are no more requests. Return the exit code."""
-    threads = min(threads, side.THREADS)
-    for line in iter(requests.readline, ""):
-        request = json.loads(line)
-        suite = SUITES[request["suite"]]
-        cells = [suite.cell(**cell) for cell in request["cells"]]
-        measures = prepared(side, suite.name, cells, 1 if suite.in_turn else threads)
-        lost = any(isinstance(m, Failed) and m.restart for m in measures)
-        if lost and len(cells) > 1:  # the parent will start again, with one cell per batch
-            return RESTART
-        side.release()
-        say(out, {})
-        if not requests.readline():
-            break
-        if not turn(side, measures, out):
-            return RESTART
-        del measures
-        side.release()
-        if side.crowds_others():
-            return RESTART
-        say(out, {})
+                return RESTART
     return 0
 
 
 def main() -> int:
-    # Requests and answers use standard input and output. Redirect both for the libraries, so that
-    # they neither read requests nor print into the answers.
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    # Answers use standard output. Redirect it for the libraries, so that they do not print into the
+    # answers.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    return work(
-        importlib.import_module(f"benchmarks.{sys.argv[1]}_side"),
-        requests,
-        out,
-        threads=int(sys.argv[2]),
-    )
+    suite = SUITES[sys.argv[2]]
+    cells = [suite.cell(**cell) for cell in json.load(sys.stdin)]
+    side = importlib.import_module(f"benchmarks.{sys.argv[1]}_side")
+    return work(side, cells, lambda **answer: print(json.dumps(answer), file=out, flush=True))
 
 
 if __name__ == "__main__":

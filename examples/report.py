@@ -165,7 +165,7 @@ def _plot_curves(axes: Axes, runs: Sequence[Run], bigram: float) -> None:
         label = f"{run.label}: held-out loss {run.final_loss:.3f}"
         axes.plot(np.arange(1, len(run.losses) + 1), run.losses, color=colour, label=label, **line)
     axes.axhline(bigram, color="0.35", ls=":", label=f"bigram model: held-out loss {bigram:.3f}")
-    axes.set_ylabel("training loss [nats per byte]")
+    axes.set_ylabel("training loss [nats per byte], lower is better")
     axes.tick_params(labelbottom=False)
     _finish(axes)
     axes.legend(frameon=False)
@@ -198,7 +198,7 @@ def _plot_memory(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_yticks(np.arange(len(groups)), groups)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlabel("memory [MiB]")
+    axes.set_xlabel("memory [MiB], lower is better")
     _finish(axes, grid="x")
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=len(runs))
 

@@ -10,9 +10,9 @@ from jaxnorm.operations.gated_linear import activation_linear, gated_linear
 from jaxnorm.operations.linear_loss import (
     linear_kl_divergence,
     linear_log_prob_and_entropy,
-    linear_loss,
     linear_softmax_cross_entropy,
 )
+from jaxnorm.operations.linear_loss_any import linear_loss
 from jaxnorm.operations.loss import (
     kl_divergence,
     log_prob_and_entropy,

@@ -19,7 +19,6 @@ if importlib.util.find_spec("equinox") is None:
 import equinox as eqx
 
 from jaxnorm.models import conversion
-from jaxnorm.operations import checks
 from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
@@ -29,15 +28,37 @@ __all__ = ["GroupNorm", "LayerNorm", "RMSNorm", "auto_remat", "convert"]
 _NO_STATE: Any = object()
 
 
-class _Settings(eqx.Module):
-    """The fields that jaxnorm's norm modules have and equinox's norm modules do not have."""
+class _Norm(eqx.Module):
+    """Has the fields that jaxnorm's norm modules have and equinox's do not have, and the call."""
 
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
     scale_offset: float = eqx.field(static=True)
 
+    def __init__(
+        self,
+        *args: Any,
+        save: Save = "output",
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
+        **fields: Any,
+    ) -> None:
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
+        super().__init__(*args, **fields)
 
-class LayerNorm(_Settings, eqx.nn.LayerNorm):
+    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
+        """Normalise x like equinox's module; ``state`` is returned unchanged.
+
+        Returns:
+          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
+        """
+        _check_shape(self, x)
+        of_equinox = super().__call__  # type: ignore[misc]
+        y = of_equinox(x) if _is_left_to_equinox(self, x) else _normalised(self, x)
+        return y if state is _NO_STATE else (y, state)
+
+
+class LayerNorm(_Norm, eqx.nn.LayerNorm):
     """``equinox.nn.LayerNorm`` that saves its output, not its input, for the backward pass.
 
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
@@ -71,29 +92,12 @@ class LayerNorm(_Settings, eqx.nn.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.LayerNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
-
-    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x like ``equinox.nn.LayerNorm``; ``state`` is returned unchanged.
-
-        Returns:
-          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
-        """
-        y = _normalised(self, layer_norm, super().__call__, x)
-        return y if state is _NO_STATE else (y, state)
+    @conversion.arguments_of(eqx.nn.LayerNorm, _Norm.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
 
-class RMSNorm(_Settings, eqx.nn.RMSNorm):
+class RMSNorm(_Norm, eqx.nn.RMSNorm):
     """``equinox.nn.RMSNorm`` that saves its output, not its input, for the backward pass.
 
     See :class:`jaxnorm.equinox.LayerNorm` for the fields and arguments, for the behaviour under
@@ -119,29 +123,12 @@ class RMSNorm(_Settings, eqx.nn.RMSNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.RMSNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
-
-    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x like ``equinox.nn.RMSNorm``; ``state`` is returned unchanged.
-
-        Returns:
-          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
-        """
-        y = _normalised(self, rms_norm, super().__call__, x)
-        return y if state is _NO_STATE else (y, state)
+    @conversion.arguments_of(eqx.nn.RMSNorm, _Norm.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
 
-class GroupNorm(_Settings, eqx.nn.GroupNorm):
+class GroupNorm(_Norm, eqx.nn.GroupNorm):
     """``equinox.nn.GroupNorm`` that saves its output, not its input, for the backward pass.
 
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
@@ -167,40 +154,9 @@ class GroupNorm(_Settings, eqx.nn.GroupNorm):
       (64, 16, 16)
     """
 
-    @conversion.arguments_of(eqx.nn.GroupNorm)
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super(_Settings, self).__init__(*args, **fields)
-
-    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalise x like ``equinox.nn.GroupNorm``; ``state`` is returned unchanged.
-
-        Returns:
-          Array of x's shape and dtype; with ``state``, the pair of this array and ``state``.
-        """
-        if not x.ndim or x.shape[0] % self.groups or self.channels not in (None, x.shape[0]):
-            expected = self.channels or f"a multiple of {self.groups}"
-            raise ValueError(
-                f"GroupNorm: x has shape {x.shape}; expected {expected} channels on its first axis"
-            )
-        if _is_left_to_equinox(self, x):
-            y = super().__call__(x)
-        else:
-            groups = (self.groups, x.shape[0] // self.groups, math.prod(x.shape[1:]))
-            scale, bias = (
-                None if a is None else a.reshape(*groups[:2], 1) for a in (self.weight, self.bias)
-            )
-            y = layer_norm(
-                x.reshape(groups), scale, bias, axis=(1, 2), epsilon=self.eps, **_added(self)
-            ).reshape(x.shape)
-        return y if state is _NO_STATE else (y, state)
+    @conversion.arguments_of(eqx.nn.GroupNorm, _Norm.__init__)
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
 
 
 def convert[Model](
@@ -229,11 +185,11 @@ def convert[Model](
     of x. The conversion assumes that x has the dtype of the parameters. If x has fewer bits, check
     the model with ``jaxnorm.check_params(model, x.dtype)``.
 
-    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
-    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
-    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. The warning lists these norms
-    and the norms that save their input, with the reasons. If the model has no norms, the warning
-    says so. Modules of jaxnorm's classes keep their own settings.
+    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits. Norms
+    of subclasses of equinox's classes are not converted, because a subclass may override code. The
+    logger ``"jaxnorm"`` logs one warning. The warning lists these norms and the norms that save
+    their input, with the reasons. If the model has no norms, the warning says so. Modules of
+    jaxnorm's classes keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.
@@ -267,58 +223,30 @@ def convert[Model](
       >>> type(model[0]).__module__
       'jaxnorm.equinox'
     """
-    conversion.check("convert", save, implementation)
-    replaced = conversion.Calls("convert", calls, eqx.Module, "equinox")
+    report = conversion.Report("equinox.convert", eqx.Module, _CLASSES, save, implementation, calls)
     if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
         raise TypeError(
             f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
             "that has some; Flax's models are converted by jaxnorm.nnx and jaxnorm.linen"
         )
-    model, norms = _with_calls(model, replaced)
-    if not norms and not replaced.applied:
-        names = "equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no GroupNorm"
-        conversion.warn_of_none("equinox.convert", model, names, replaced)
-        return model
-    decided = conversion.decided(
-        "equinox.convert", norms, _CONVERTED, save, replaced, _why_left, _why_input
-    )
-    new: dict[int, Any] = {}  # The keys are the id() of the old norms.
-    for path, saved in decided.items():
-        if id(norms[path]) not in new:
-            new[id(norms[path])] = _converted(norms[path], saved, implementation)
-    return _rebuilt(model, lambda made, node, path: new.get(id(node), made))
-
-
-_CONVERTED: dict[type, type] = {
-    eqx.nn.LayerNorm: LayerNorm,
-    eqx.nn.RMSNorm: RMSNorm,
-    eqx.nn.GroupNorm: GroupNorm,
-}
-
-
-def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Replace the ``__call__`` of a model's modules by the functions that the user has given.
-
-    ``calls`` maps classes to functions. A module of such a class is replaced by one whose
-    ``__call__`` is the function. A module of a subclass is not changed.
-
-    Return a pair: the changed model, and a dict that maps paths to norms. The dict has all norms of
-    the model, except those of the classes in ``calls`` and of their subclasses.
-    """
-    norms: dict[str, Any] = {}
 
     def replace(made: Any, node: Any, path: str) -> Any:
-        function = calls.of(type(node), path)
-        if function is not None:
-            return _of_class(made, conversion.with_call(type(node), function))
-        if _is_norm(node):
-            if not calls.has(path):
-                norms[path] = node
-        elif not any(map(_is_module, vars(node).values())):
-            calls.note(type(node), path, jax.tree.leaves(node))
+        change = report.change(node, path, _why_left, _why_input)
+        if change is not None:
+            return _of_class(made, *change)
+        if not any(map(_is_module, vars(node).values())):
+            report.note(type(node), path, jax.tree.leaves(node))
         return made
 
-    return _rebuilt(model, replace), norms
+    model = _rebuilt(model, replace)
+    report.log(
+        f"{type(model).__name__} has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no "
+        "GroupNorm"
+    )
+    return model
+
+
+_CLASSES = {eqx.nn.LayerNorm: LayerNorm, eqx.nn.RMSNorm: RMSNorm, eqx.nn.GroupNorm: GroupNorm}
 
 
 def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree:
@@ -338,17 +266,15 @@ def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree
         children, structure = jax.tree_util.tree_flatten_with_path(
             node, is_leaf=lambda child: child is not node and _is_module(child)
         )
-        old = [child for _, child in children]
         visited = [
             visit(child, _joined(path, key)) if _is_module(child) and child is not node else child
             for key, child in children
         ]
-        is_same = all(a is b for a, b in zip(visited, old))
+        is_same = all(after is before for after, (_, before) in zip(visited, children))
         made = node if is_same else jax.tree.unflatten(structure, visited)
-        if not _is_module(node):
-            return made
-        replaced = replace(made, node, path)
-        return new.setdefault(id(node), replaced)
+        if _is_module(node):
+            made = new.setdefault(id(node), replace(made, node, path))
+        return made
 
     return visit(model, "")
 
@@ -358,10 +284,10 @@ def _joined(path: str, key: Any) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _of_class(module: Any, kind: type) -> Any:
-    """Return an instance of the class `kind` that has the same fields as a module."""
+def _of_class(module: Any, kind: type, added: Mapping[str, Any]) -> Any:
+    """Return an instance of the class `kind` that has the fields of a module and those `added`."""
     made: Any = object.__new__(kind)
-    for name, value in vars(module).items():
+    for name, value in {**vars(module), **added}.items():
         object.__setattr__(made, name, value)
     return made
 
@@ -370,42 +296,15 @@ def _is_module(node: Any) -> bool:
     return isinstance(node, eqx.Module)
 
 
-def _is_norm(node: Any) -> bool:
-    return isinstance(node, tuple(_CONVERTED))
-
-
-def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
-    """Return the jaxnorm module that replaces a norm of equinox and has the same parameters."""
-    base = conversion.converted_as(type(norm), _CONVERTED)
-    assert base is not None
-    options: dict[str, Any] = {"save": save, "implementation": implementation}
-    if base is eqx.nn.GroupNorm:
-        made = GroupNorm(norm.groups, norm.channels, norm.eps, norm.channelwise_affine, **options)
-    else:
-        made = _CONVERTED[base](norm.shape, norm.eps, norm.use_weight, norm.use_bias, **options)
-    return eqx.tree_at(
-        lambda norm: (norm.weight, norm.bias),
-        made,
-        (norm.weight, norm.bias),
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
 def _why_left(norm: Any) -> str | None:
     """Return the reason why a norm is left to equinox; None if it is converted."""
-    if (why := conversion.why_subclass(norm, _CONVERTED, "equinox")) is not None:
-        return why
     dtypes = [parameter.dtype.name for parameter in _parameters(norm)]
     return None if set(dtypes) <= set(FLOAT_DTYPES) else f"dtypes {', '.join(dtypes)}"
 
 
 def _why_input(norm: Any) -> str | None:
     """Return the reason why a norm must save its input instead of its output, or None."""
-    if not hasattr(norm.weight, "dtype"):
-        return None
-    parameters = _parameters(norm)
-    y_dtype = checks.product_dtype(parameters[0].dtype, parameters[-1].dtype)
-    return conversion.why_input(parameters, y_dtype)
+    return conversion.why_input(_parameters(norm)) if hasattr(norm.weight, "dtype") else None
 
 
 def _parameters(norm: Any) -> list[Any]:
@@ -413,24 +312,31 @@ def _parameters(norm: Any) -> list[Any]:
     return [a for a in (norm.weight, norm.bias) if hasattr(a, "dtype")]
 
 
-def _normalised(
-    norm: Any, function: Callable[..., jax.Array], equinox_norm: Callable[..., Any], x: Any
-) -> jax.Array:
+def _check_shape(norm: Any, x: Any) -> None:
     name = type(norm).__name__
-    if x.shape != norm.shape:
+    if not isinstance(norm, eqx.nn.GroupNorm):
+        if x.shape != norm.shape:
+            raise ValueError(
+                f"{name}: x has shape {x.shape}; expected {norm.shape}, the module's shape; map it "
+                f"over the other axes, e.g. jax.vmap(norm)(x), or make it {name}({x.shape}, ...)"
+            )
+    elif not x.ndim or x.shape[0] % norm.groups or norm.channels not in (None, x.shape[0]):
+        expected = norm.channels or f"a multiple of {norm.groups}"
         raise ValueError(
-            f"{name}: x has shape {x.shape}; expected {norm.shape}, the module's shape; map it "
-            f"over the other axes, e.g. jax.vmap(norm)(x), or make it {name}({x.shape}, ...)"
+            f"GroupNorm: x has shape {x.shape}; expected {expected} channels on its first axis"
         )
-    if _is_left_to_equinox(norm, x):
-        return equinox_norm(x)
-    return function(x, norm.weight, bias=norm.bias, axis=None, epsilon=norm.eps, **_added(norm))
 
 
-def _added(norm: Any) -> dict[str, Any]:
-    """Return the fields of a norm that equinox's norms do not have, as keyword arguments."""
-    names = ("scale_offset", "save", "implementation")
-    return {name: getattr(norm, name) for name in names}
+def _normalised(norm: Any, x: Any) -> jax.Array:
+    """Run a norm with jaxnorm's functions."""
+    function = rms_norm if isinstance(norm, eqx.nn.RMSNorm) else layer_norm
+    parameters, axis, shape = [norm.weight, norm.bias], None, x.shape
+    if isinstance(norm, eqx.nn.GroupNorm):
+        axis, shape = (1, 2), (norm.groups, x.shape[0] // norm.groups, math.prod(x.shape[1:]))
+        parameters = [None if a is None else a.reshape(*shape[:2], 1) for a in parameters]
+    scale, bias = parameters
+    options = {"axis": axis, "epsilon": norm.eps, **conversion.settings_of(norm)}
+    return function(x.reshape(shape), scale, bias=bias, **options).reshape(x.shape)
 
 
 def _is_left_to_equinox(norm: Any, x: Any) -> bool:

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 # This import is first, because it raises a helpful error if Flax is not installed.
-from jaxnorm.models import conversion, flax_modules
+from jaxnorm.models import attention, conversion, flax_modules
 
 # isort: split
 from flax import linen as nn
 from flax.core import lift
 from flax.linen import dtypes
+from flax.traverse_util import flatten_dict
 
-from jaxnorm.models.linen_calls import Seen, Stored, called, normalised, why_flax
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
-from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
 
 __all__ = [
     "GroupNorm",
@@ -78,7 +78,7 @@ class LayerNorm(_Settings, nn.LayerNorm):
         With a residual, h = x + residual is normalised, and (y, h) is returned; see
         :func:`jaxnorm.add_layer_norm`.
         """
-        return called(self, super().__call__, x, mask, residual)
+        return _called(self, super().__call__, x, mask, residual)
 
 
 class RMSNorm(_Settings, nn.RMSNorm):
@@ -112,7 +112,7 @@ class RMSNorm(_Settings, nn.RMSNorm):
         With a residual, h = x + residual is normalised, and (y, h) is returned; see
         :func:`jaxnorm.add_rms_norm`.
         """
-        return called(self, super().__call__, x, mask, residual)
+        return _called(self, super().__call__, x, mask, residual)
 
 
 class GroupNorm(_Settings, nn.GroupNorm):
@@ -126,9 +126,9 @@ class GroupNorm(_Settings, nn.GroupNorm):
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, which is applied to the norm's result in the
-        same pass over memory; None for no activation. With an activation, the module saves its
-        input x instead of its output.
+      activation: the name of an activation, as in :func:`jaxnorm.layer_norm`, which is applied to
+        the norm's result in the same pass over memory; None for no activation. With an activation,
+        the module saves its input x instead of its output.
 
     Example:
       >>> import jax
@@ -145,7 +145,7 @@ class GroupNorm(_Settings, nn.GroupNorm):
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalise x like :meth:`flax.linen.GroupNorm.__call__`, and apply the activation."""
-        return called(self, super().__call__, x, mask, None)
+        return _called(self, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nn.Module):
@@ -205,7 +205,7 @@ class RMSNormDense(nn.Module):
             **_Parameters(self.param_dtype, name="dense")(dense),
         }
         return flax_modules.norm_and_dense(
-            dtypes, self, parameters, x, residual, self.activation, self.dtype
+            self, parameters, x, residual, self.activation, self.dtype
         )
 
 
@@ -220,6 +220,47 @@ class _Parameters(nn.Module):
     @nn.compact
     def __call__(self, declared: _Declared) -> dict[str, Any]:
         return {n: self.param(n, init, shape, self.dtype) for n, (init, shape) in declared.items()}
+
+
+def _called(
+    norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
+) -> Any:
+    """Run a call of one of jaxnorm's norm modules. Return y or, with a residual, (y, h).
+
+    `flax_norm` is the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
+    """
+    normal = x if residual is None else residual
+    if _why_flax(norm, normal, mask):
+        return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
+    place, parameters, dtype = _operands(norm, normal)
+    return flax_modules.normalised(norm, place, x, residual, parameters, dtype)
+
+
+def _operands(norm: Any, x: Any) -> tuple[flax_modules.Place, dict[str, Any], np.dtype]:
+    """Return the place of a norm, its parameters and the dtype of its result.
+
+    The parameters are created in the scope of the module, according to the module's fields.
+    """
+    place = flax_modules.place_of(norm, jnp.shape(x))
+    assert place is not None
+    shape = [x.shape[-1]] if flax_modules.is_group_norm(norm) else [*place.parameter]
+    parameters = {
+        name: norm.param(name, getattr(norm, f"{name}_init"), shape, norm.param_dtype)
+        for name in ("scale", "bias")
+        if getattr(norm, f"use_{name}", False)
+    }
+    return place, parameters, flax_modules.result_dtype(norm.dtype, x, *parameters.values())
+
+
+def _why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
+    """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's code."""
+    dtypes = jnp.result_type(x), norm.param_dtype, norm.dtype
+    why = flax_modules.why_flax(norm, dtypes, mask)
+    if why is not None or flax_modules.place_of(norm, jnp.shape(x)) is not None:
+        return why
+    if flax_modules.is_group_norm(norm):
+        return "groups or axes that Flax refuses"
+    return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
 
 
 @contextlib.contextmanager
@@ -246,13 +287,13 @@ def converted(
 
     Flax's code still runs in two cases. First, for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits. Second, for norms whose class is a subclass of one of
-    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
-    context ends, the logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in
-    the context but left to Flax, with the reasons. Another warning is logged if modules, but no
-    norms, were called. Modules of jaxnorm's classes keep their own settings. In nested contexts,
-    the innermost one applies. Interceptors (``nn.intercept_methods``) that are entered inside the
-    context do not see calls of converted norms.
+    that is not a float of 16 to 64 bits. Second, for norms of subclasses of Flax's classes, because
+    a subclass may override code. When the context ends, the logger ``"jaxnorm"`` logs a warning. It
+    lists the norms that were called in the context but left to Flax, with the reasons. If modules,
+    but no norms, were called, the warning says so. Modules of jaxnorm's classes keep their own
+    settings. In nested contexts, the innermost one applies. Interceptors
+    (``nn.intercept_methods``) that are entered inside the context do not see calls of converted
+    norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
@@ -308,68 +349,100 @@ def converted(
       >>> y.shape
       (2, 8)
     """
-    added = flax_modules.given_to("converted", save, implementation)
-    stored = Stored(params if save == "output" else None)
-    replaced = conversion.Calls("converted", calls, nn.Module, "linen")
-    settings = (added, stored, replaced)
+    report = conversion.Report("linen.converted", nn.Module, _CLASSES, save, implementation, calls)
+    reasons = _reasons_in(params) if save == "output" and params is not None else None
+    # `jax.jit` retraces only if the set of norms that save their input changes.
+    kept = frozenset(at for at, why in (reasons or {}).items() if why)
+    settings = (save, implementation, kept, report.calls)
     if _innermost.value == settings:
         yield
         return
-    seen = Seen(replaced)
     running: list[nn.Module] = []  # modules for which a function of `calls` is running now
 
-    def call(
-        call: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        context: nn.module.InterceptorContext,
-    ) -> Any:
-        norm = context.module
-        is_call = context.method_name == "__call__"
-        if _innermost.value != settings or any(norm is one for one in running):
+    def call(call: Any, arguments: Any, options: Any, context: Any) -> Any:
+        module = context.module
+        if (
+            context.method_name != "__call__"
+            or _innermost.value != settings
+            or any(module is one for one in running)
+        ):
             return call(*arguments, **options)
-        seen.modules.add(f"{type(norm).__module__}.{type(norm).__qualname__}")
-        path = "/".join(norm.path)
-        function = replaced.of(type(norm), path) if is_call else None
+        path = "/".join(module.path)
+        function = report.function_of(type(module), path)
         if function is not None:
-            running.append(norm)
+            running.append(module)
             try:
-                return function(norm, *arguments, **options)
+                return function(module, *arguments, **options)
             finally:
                 running.pop()
-        if replaced.has(path):
-            return call(*arguments, **options)
-        seen.has_norms |= isinstance(norm, _FLAX)
-        is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, _OURS)
-        if not (is_flax_s and is_call):
-            result = call(*arguments, **options)
-            if is_call and not isinstance(norm, _FLAX):
-                seen.note(norm, path)
-            return result
-        x = arguments[0] if arguments else options["x"]
-        why = _why_left(norm, x, options.get("mask"))
-        seen.norms[path] = seen.norms.get(path) or why
-        if why:
-            seen.note_left(norm, _FLAX)
-            return call(*arguments, **options)
-        if save == "input":
-            return normalised(norm, added, x)
-        return normalised(norm, added, x, judged=functools.partial(seen.judged, stored, path))
+        x = arguments[0] if arguments else options.get("x")
+        mask = options.get("mask")
+        if report.converted_class(module, path, lambda norm: _why_flax(norm, x, mask)) is not None:
+            return _converted_call(report, reasons, module, path, x)
+        result = call(*arguments, **options)
+        parameters = module.variables.get("params", {}).values()
+        if not any(isinstance(one, Mapping) for one in parameters):  # no submodules
+            report.note(type(module), path, map(nn.unbox, parameters))
+        return result
 
     with _innermost(settings), nn.intercept_methods(call):
         yield
-    seen.tell()
+    # `jax.jit` may have reused compiled programs, which do not call modules again.
+    if report.kinds:
+        names = ", ".join(sorted({kind.__name__ for kind in report.kinds}))
+        classes = "linen.LayerNorm, RMSNorm or GroupNorm"
+        report.log(f"no {classes} was called inside it, only {names}")
 
 
 # The settings of the innermost context of `converted`. They are part of the key of jax.jit's cache.
 _innermost = jax.make_user_context()
-_FLAX = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-_OURS = (LayerNorm, RMSNorm, GroupNorm)
+_CLASSES = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm, nn.GroupNorm: GroupNorm}
 
 
-def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Return the reason why a call of one of Flax's norms is left to Flax, or None."""
-    return conversion.why_subclass(norm, _FLAX, "Flax") or why_flax(norm, x, mask)
+# Maps the path of a norm, and the name of the dtype of its output, to the reason why the norm must
+# save its input, or to None.
+_Reasons = dict[tuple[str, str], str | None]
+
+
+def _reasons_in(params: Any) -> _Reasons:
+    """Return which norms must save their input, by the values in the argument ``params``."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"converted: params is a {type(params).__name__}; expected a model's "
+            'variables, or those of the collection "params": a dictionary'
+        )
+    arrays = nn.unbox(params.get("params", params))
+    arrays = flatten_dict(arrays)
+    reasons: _Reasons = {}
+    for (*path, name), scale in arrays.items():
+        if name == "scale":
+            parameters = [scale, *(a for a in [arrays.get((*path, "bias"))] if a is not None)]
+            for dtype in FLOAT_DTYPES:
+                at = "/".join(path), dtype
+                reasons[at] = conversion.why_input(parameters, np.dtype(dtype))
+    return reasons
+
+
+def _converted_call(
+    report: conversion.Report, reasons: _Reasons | None, norm: Any, path: str, x: Any
+) -> Any:
+    """Run a call of one of Flax's norms with jaxnorm's functions, inside `converted`.
+
+    Record the norm if it must save its input. This depends on the values of the parameters. Traced
+    parameters have no values. For them, the decision is taken from `reasons`, which were computed
+    from the user's argument ``params``; None if there is no such argument.
+    """
+    place, parameters, dtype = _operands(norm, x)
+    why = None
+    if report.save == "output" and "scale" in parameters:
+        if conversion.are_known(parameters.values()):
+            why = conversion.why_input(parameters.values(), dtype)
+        elif reasons is not None:
+            why = reasons.get((path, dtype.name))
+            if (path, dtype.name) not in reasons:
+                report.unknown[path] = "params has no such norm"
+    settings = report.settings(path, why)
+    return flax_modules.normalised(norm, place, x, None, parameters, dtype, settings)
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -446,42 +519,23 @@ def dot_product_attention(
             "einsum_dot_general configure; give one or the other"
         )
     query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
-    flax_modules.check_shapes(query, key, value)
-    if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
-        raise ValueError(
-            f"dot_product_attention: query, key and value have {query.shape[-2]}, {key.shape[-2]} "
-            f"and {value.shape[-2]} heads; expected equal numbers"
-        )
-    dtype = query.dtype
-    einsum = functools.partial(
-        jnp.einsum,
-        precision=precision,
-        _dot_general=einsum_dot_general or jax.lax.dot_general,
-    )
-
-    def weigh(
-        query: jax.Array, key: jax.Array, bias: jax.Array | None, mask: jax.Array | None
-    ) -> jax.Array:
-        query = query / jnp.sqrt(query.shape[-1]).astype(dtype)
-        logits = (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", query, key)
-        return flax_modules.masked_softmax(
-            logits,
-            bias,
-            mask,
-            fill=float(jnp.finfo(dtype).min),
-            dtype=np.dtype(jnp.float32) if force_fp32_for_softmax else dtype,
-        )
-
-    return flax_modules.attend(
-        query,
-        key,
-        value,
+    attention.check_shapes(query, key, value, groups=False)
+    dot_general = einsum_dot_general or jax.lax.dot_general
+    einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
+    scaled = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+    weights = attention.masked_softmax(
+        (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", scaled, key),
         bias,
         mask,
-        weigh=weigh,
+        fill=float(jnp.finfo(query.dtype).min),
+        dtype=np.dtype(jnp.float32) if force_fp32_for_softmax else query.dtype,
+    )
+    return attention.attend(
+        weights,
+        value,
+        (dropout_rng, dropout_rate, broadcast_dropout, deterministic),
         einsum=attn_weights_value_einsum or einsum,
         sow=module and functools.partial(module.sow, "intermediates", "attention_weights"),
-        dropout=flax_modules.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
     )
 
 

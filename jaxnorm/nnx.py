@@ -5,7 +5,7 @@ They save outputs instead of inputs for the backward pass.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Required, TypedDict, Unpack
 
@@ -17,15 +17,12 @@ from jaxnorm.models import flax_modules
 
 # isort: split
 from flax import nnx
-from flax.nnx.nn import dtypes
 
-from jaxnorm.models import conversion, nnx_conversion
-from jaxnorm.models.flax_modules import Added
+from jaxnorm.models import conversion
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
-from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
-from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
+from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
 
 __all__ = [
     "GroupNorm",
@@ -40,14 +37,19 @@ __all__ = [
 dot_product_attention.__module__ = __name__  # Users import it from this module.
 
 
-class _NormFields(TypedDict, total=False):
-    """The arguments that Flax's three norm classes share. jaxnorm's classes pass them on."""
+class _RMSNormFields(TypedDict, total=False):
+    """The arguments of RMSNorm that Flax's class has, and those that jaxnorm adds."""
 
+    save: Save
+    implementation: Name | None
+    scale_offset: float
     epsilon: float
     dtype: DTypeLike | None
     param_dtype: DTypeLike
     use_scale: bool
     scale_init: nnx.Initializer
+    reduction_axes: flax_modules.Axes | None
+    feature_axes: flax_modules.Axes
     axis_name: str | None
     axis_index_groups: Any
     use_fast_variance: bool
@@ -56,26 +58,30 @@ class _NormFields(TypedDict, total=False):
     scale_metadata: Mapping[str, Any]
 
 
-class _RMSNormFields(_NormFields, total=False):
-    reduction_axes: flax_modules.Axes
-    feature_axes: flax_modules.Axes
+class _NormFields(_RMSNormFields, total=False):
+    """The arguments of LayerNorm and GroupNorm. At run time, GroupNorm has no feature_axes."""
 
-
-class _BiasFields(TypedDict, total=False):
     use_bias: bool
     bias_init: nnx.Initializer
     bias_metadata: Mapping[str, Any]
 
 
-class _LayerNormFields(_RMSNormFields, _BiasFields, total=False):
-    pass
+class _Norm(nnx.Module):
+    """Has the fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
+
+    def __init__(
+        self,
+        *args: Any,
+        save: Save = "output",
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
+        **fields: Any,
+    ) -> None:
+        super().__init__(*args, **fields)
+        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
 
-class _GroupNormFields(_NormFields, _BiasFields, total=False):
-    reduction_axes: flax_modules.Axes | None
-
-
-class LayerNorm(nnx.LayerNorm):
+class LayerNorm(_Norm, nnx.LayerNorm):
     """:class:`flax.nnx.LayerNorm` that saves its output, not its input, for the backward pass.
 
     Arguments, defaults, parameter names and the call are the same as in Flax, so states load
@@ -103,18 +109,9 @@ class LayerNorm(nnx.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(nnx.LayerNorm)
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Unpack[_LayerNormFields],
-    ) -> None:
+    @conversion.arguments_of(nnx.LayerNorm, _Norm.__init__)
+    def __init__(self, num_features: int, **fields: Unpack[_NormFields]) -> None:
         super().__init__(num_features, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.LayerNorm.__call__`.
@@ -122,12 +119,10 @@ class LayerNorm(nnx.LayerNorm):
         With a residual, h = x + residual is normalised, and (y, h) is returned; see
         :func:`jaxnorm.add_layer_norm`.
         """
-        functions = layer_norm, add_layer_norm
-        parameters = self.scale, self.bias
-        return _called(self, functions, parameters, super().__call__, x, mask, residual)
+        return _called(self, super().__call__, x, mask, residual)
 
 
-class RMSNorm(nnx.RMSNorm):
+class RMSNorm(_Norm, nnx.RMSNorm):
     """:class:`flax.nnx.RMSNorm` that saves its output, not its input, for the backward pass.
 
     Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
@@ -153,18 +148,9 @@ class RMSNorm(nnx.RMSNorm):
       ((8, 512), (8, 512))
     """
 
-    @conversion.arguments_of(nnx.RMSNorm)
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Unpack[_RMSNormFields],
-    ) -> None:
+    @conversion.arguments_of(nnx.RMSNorm, _Norm.__init__)
+    def __init__(self, num_features: int, **fields: Unpack[_RMSNormFields]) -> None:
         super().__init__(num_features, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.RMSNorm.__call__`.
@@ -172,11 +158,10 @@ class RMSNorm(nnx.RMSNorm):
         With a residual, h = x + residual is normalised, and (y, h) is returned; see
         :func:`jaxnorm.add_rms_norm`.
         """
-        functions = rms_norm, add_rms_norm
-        return _called(self, functions, (self.scale,), super().__call__, x, mask, residual)
+        return _called(self, super().__call__, x, mask, residual)
 
 
-class GroupNorm(nnx.GroupNorm):
+class GroupNorm(_Norm, nnx.GroupNorm):
     """:class:`flax.nnx.GroupNorm` that saves its output, not its input, for the backward pass.
 
     Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
@@ -190,9 +175,9 @@ class GroupNorm(nnx.GroupNorm):
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, which is applied to the norm's result in the
-        same pass over memory; None for no activation. With an activation, the module saves its
-        input x instead of its output.
+      activation: the name of an activation, as in :func:`jaxnorm.layer_norm`, which is applied to
+        the norm's result in the same pass over memory; None for no activation. With an activation,
+        the module saves its input x instead of its output.
 
     The other arguments are those of :class:`flax.nnx.GroupNorm`; ``rngs`` is required.
 
@@ -208,49 +193,28 @@ class GroupNorm(nnx.GroupNorm):
     # `convert` does not set this attribute, so converted modules use this value.
     activation: NormActivation | None = None
 
-    @conversion.arguments_of(nnx.GroupNorm)
+    @conversion.arguments_of(nnx.GroupNorm, _Norm.__init__)
     def __init__(
         self,
         num_features: int,
         num_groups: int | None = 32,
         group_size: int | None = None,
         *,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
         activation: NormActivation | None = None,
-        **fields: Unpack[_GroupNormFields],
+        **fields: Unpack[_NormFields],
     ) -> None:
         super().__init__(num_features, num_groups, group_size, **fields)
-        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
         self.activation = activation
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalise x like :meth:`flax.nnx.GroupNorm.__call__`, and apply the activation."""
-        operands = x, _value(self.scale), _value(self.bias)
-        promoted, scale, bias = self.promote_dtype(operands, dtype=self.dtype)
-        seen = {a.dtype.name for a in (promoted, scale, bias) if a is not None}
         if jnp.shape(x)[-1:] != (self.num_groups * self.group_size,):
             raise ValueError(
                 f"{type(self).__name__}: x has shape {jnp.shape(x)}; expected "
                 f"{self.num_groups * self.group_size} channels, the module's num_features, on its "
                 "last axis; transpose x, or make the module of as many as x has"
             )
-        groups = flax_modules.groups_of(self, promoted.shape, self.num_groups)
-        is_flax_s = mask is not None or self.axis_name is not None
-        if is_flax_s or groups is None or not seen <= {*FLOAT_DTYPES}:
-            flax_modules.no_offset(self)
-            return flax_modules.activated(self, super().__call__(x, mask=mask))
-        y = layer_norm(
-            promoted.reshape(groups.shape),
-            groups.of_parameter(scale),
-            groups.of_parameter(bias),
-            activation=self.activation,
-            **flax_modules.options(
-                dtypes, self, flax_modules.added(self), groups.axes, promoted, scale, bias
-            ),
-        )
-        return y.reshape(promoted.shape)
+        return _called(self, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nnx.Module):
@@ -331,14 +295,9 @@ class RMSNormDense(nnx.Module):
 
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """Return y or, with a residual, (y, h), like :func:`jaxnorm.rms_norm_linear`."""
-        stored = {
-            "scale": _value(self.norm.scale),
-            "kernel": _value(self.dense.kernel),
-            "bias": _value(self.dense.bias),
-        }
-        parameters = {name: a for name, a in stored.items() if a is not None}
+        parameters = _values(self.norm, "scale") | _values(self.dense, "kernel", "bias")
         return flax_modules.norm_and_dense(
-            dtypes, self.norm, parameters, x, residual, self.activation, self.dense.dtype
+            self.norm, parameters, x, residual, self.activation, self.dense.dtype
         )
 
 
@@ -372,11 +331,11 @@ def convert[Model](
     norm has no ``dtype``, its output is assumed to have the parameters' dtype.
 
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
-    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms whose class is a
-    subclass of one of Flax's classes are not converted if the subclass overrides code. (A subclass
-    whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning, which lists
-    these norms and the norms that save their input, with the reasons. If the model has no norms,
-    the warning says so. Modules of jaxnorm's classes keep their own settings.
+    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms of subclasses of
+    Flax's classes are not converted, because a subclass may override code. The logger ``"jaxnorm"``
+    logs one warning, which lists these norms and the norms that save their input, with the reasons.
+    If the model has no norms, the warning says so. Modules of jaxnorm's classes keep their own
+    settings.
 
     Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
     such classes. For Tunix's Qwen 3::
@@ -419,83 +378,104 @@ def convert[Model](
       >>> type(model.layers[0]).__module__
       'jaxnorm.nnx'
     """
-    added = flax_modules.given_to("convert", save, implementation)
-    classes: dict[type, type] = {
-        nnx.LayerNorm: LayerNorm,
-        nnx.RMSNorm: RMSNorm,
-        nnx.GroupNorm: GroupNorm,
-    }
-    replaced = conversion.Calls("convert", calls, nnx.Module, "nnx")
-    nnx_conversion.convert(model, classes, added, replaced)
+    report = conversion.Report("nnx.convert", nnx.Module, _CLASSES, save, implementation, calls)
+    modules = [
+        (".".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.Module)
+    ]
+    if not modules:
+        raise TypeError(
+            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
+            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
+        )
+    # Every decision is made before the first module is changed, so that an error changes none.
+    changes: list[tuple[Any, type, dict[str, Any]]] = []
+    for path, node in modules:
+        change = report.change(node, path, _why_left, _why_input)
+        if change is not None:
+            changes.append((node, *change))
+        elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
+            parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
+            report.note(type(node), path, parameters)
+    _apply(changes)
+    report.log(f"{type(model).__name__} has no nnx.LayerNorm, RMSNorm or GroupNorm")
     return model
 
 
-def _called(
-    norm: Any,
-    functions: tuple[Callable[..., Any], Callable[..., Any]],
-    parameters: tuple[Any, ...],
-    flax_norm: Callable[..., Any],
-    x: Any,
-    mask: jax.Array | None,
-    residual: Any,
-) -> Any:
-    """Run a call of a LayerNorm or an RMSNorm. Return y or, with a residual, (y, h).
+_CLASSES = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm, nnx.GroupNorm: GroupNorm}
 
-    Args:
-      norm: the module.
-      functions: two functions of jaxnorm. The first is for calls without a residual, the second for
-        calls with a residual.
-      parameters: the module's `nnx.Param` objects or None, in the order of these functions.
-      flax_norm: the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
-      x, mask, residual: the operands of the call.
+
+def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
+    """Change the classes and set attributes of modules. If one cannot be changed, none is.
+
+    For example, nnx raises an error for a module that was made outside the traced function.
     """
-    function, add_function = functions
-    normalised = x if residual is None else residual
-    promoted, *arrays = norm.promote_dtype((normalised, *map(_value, parameters)), dtype=norm.dtype)
-    axes = _covered_axes(norm, promoted, arrays, mask)
-    if axes is None:
-        flax_modules.no_offset(norm)
-        return flax_modules.composed(functools.partial(flax_norm, mask=mask), x, residual)
-    shaped = [_shaped(norm, array, promoted, axes) for array in arrays]
-    options = flax_modules.options(dtypes, norm, flax_modules.added(norm), axes, promoted, *arrays)
-    if residual is None:
-        return function(promoted, *shaped, **options)
-    return add_function(x, residual, *shaped, **options)
+    before = [(node, type(node), dict(vars(node))) for node, _, _ in changes]
+    try:
+        for node, kind, attributes in changes:
+            for name, value in attributes.items():
+                setattr(node, name, value)
+            node.__class__ = kind
+    except BaseException:
+        for node, kind, attributes in before:
+            object.__setattr__(node, "__class__", kind)
+            vars(node).clear()
+            vars(node).update(attributes)
+        raise
 
 
-def _value(parameter: Any) -> jax.Array | None:
-    """Return the array of a parameter, or None if there is no parameter."""
-    return None if parameter is None else parameter[...]
+def _why_left(norm: Any) -> str | None:
+    """Return the reason why a norm is left to Flax; None if it is converted."""
+    why = flax_modules.why_flax(norm, (norm.dtype, norm.param_dtype))
+    # A GroupNorm has no `feature_axes`, because its features are always the last axis.
+    reduced, features = norm.reduction_axes, getattr(norm, "feature_axes", norm.reduction_axes)
+    if why is not None or reduced == features:
+        return why
+    is_same = {*flax_modules.each(reduced)} == {*flax_modules.each(features)}
+    return None if is_same else f"feature_axes={features} are not reduction_axes={reduced}"
 
 
-def _covered_axes(
-    module: Any, x: jax.Array, parameters: list[Any], mask: jax.Array | None
-) -> tuple[int, ...] | None:
-    """Return the axes that a call normalises, or None if the call must run Flax's code."""
-    if mask is not None or module.axis_name is not None:
+def _why_input(norm: Any) -> str | None:
+    """Return the reason why a norm must save its input instead of its output, or None."""
+    if norm.scale is None:
         return None
-    operands = [a for a in (x, *parameters) if a is not None]
-    if any(a.dtype.name not in FLOAT_DTYPES for a in operands):
-        return None
-    name = type(module).__name__
-    return flax_modules.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
+    stored = norm.scale, getattr(norm, "bias", None)
+    return conversion.why_input([p.get_value() for p in stored if p is not None], norm.dtype)
 
 
-def _shaped(
-    module: Any, parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]
-) -> jax.Array | None:
-    """Reshape a parameter, which Flax stores as a vector, to the sizes of the feature axes."""
-    if parameter is None:
-        return None
-    shape = tuple(x.shape[a] for a in axes)
-    if math.prod(shape) != parameter.size:
-        name = type(module).__name__
+def _called(
+    norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
+) -> Any:
+    """Run a call of a norm. Return y or, with a residual, (y, h).
+
+    `flax_norm` is the ``__call__`` of Flax's class, which runs calls that jaxnorm does not support.
+    """
+    normal, stored = x if residual is None else residual, _values(norm, "scale", "bias")
+    promoted, *arrays = norm.promote_dtype((normal, *stored.values()), dtype=norm.dtype)
+    place = None
+    if not flax_modules.why_flax(norm, [a.dtype for a in (promoted, *arrays)], mask):
+        place = flax_modules.place_of(norm, promoted.shape)
+    if place is None:
+        return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
+    features = math.prod(place.parameter)
+    if any(a.size != features for a in arrays):
+        name = type(norm).__name__
         raise ValueError(
-            f"{name}: x has shape {x.shape}, with {math.prod(shape)} features on its axes {axes}; "
-            f"expected {module.num_features}, the module's num_features; make it "
-            f"{name}({math.prod(shape)}, ...)"
+            f"{name}: x has shape {promoted.shape}, with {features} features on its axes "
+            f"{place.axes}; expected {norm.num_features}, the module's num_features; make it "
+            f"{name}({features}, ...)"
         )
-    return parameter.reshape(shape)
+    x = promoted if residual is None else x
+    dtype = flax_modules.result_dtype(norm.dtype, promoted, *arrays)
+    parameters = dict(zip(stored, arrays))
+    return flax_modules.normalised(norm, place, x, residual, parameters, dtype)
+
+
+def _values(module: Any, *names: str) -> dict[str, jax.Array]:
+    """Return the arrays of those of the named parameters that a module has."""
+    parameters = {name: getattr(module, name, None) for name in names}
+    return {name: parameter[...] for name, parameter in parameters.items() if parameter is not None}
 
 
 def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:

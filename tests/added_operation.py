@@ -69,7 +69,5 @@ def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, impleme
 # jaxnorm/tools/references.py
 
 
-def reference(given, d, dtype, *, factor=1.0):
-    of = references.Norm(given["x"], given["scale"])
-    gradients = of.backward(d[0] * factor)
-    return [(of.y * factor).stored(dtype)], references._stored(gradients, dtype)
+def reference(x, scale, *, factor=1.0):
+    return factor * references.norm(x, scale)

@@ -18,6 +18,7 @@ os.environ.setdefault("NPROC", "16")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
+import branches
 import jax
 import needs
 import pytest
@@ -164,13 +165,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Copy the counts of left-out cases from a pytest-xdist worker to the main process.
+    """Copy the branches and the counts of left-out cases from a worker of pytest-xdist.
 
-    Only the first worker that ends is counted, because all workers leave out the same cases.
+    Of the counts, only those of the first worker that ends are taken, because all workers leave out
+    the same cases.
     """
+    output = getattr(node, "workeroutput", {})
+    branches.add(output.get("branches", ()))
     counts = needs.left_out(node.config)
     if not counts:
-        counts.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+        counts.update(output.get("left_out", {}))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -247,7 +251,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if line := needs.summary(config):
         terminalreporter.write_line(line)
     counted = refused.count(terminalreporter.stats)
-    for line in refused.summary(counted):
+    for line in (*refused.summary(counted), *branches.report()):
         terminalreporter.write_line(line)
     if config.getoption("--write-refusals"):
         refused.write(counted)
@@ -259,6 +263,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     The file lists, for each test, how many of its calls each implementation refuses.
     """
+    if _is_worker(session.config):
+        session.config.workeroutput["branches"] = branches.taken()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or _is_worker(session.config):
         return

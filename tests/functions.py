@@ -483,9 +483,14 @@ def public_functions() -> set[str]:
     return functions - {"save_policy"}
 
 
-def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
+def operands_of(
+    name: str,
+    dtype: str = "float32",
+    sizes: Sizes = Sizes(),  # noqa: B008
+    table: dict[str, Function] = FUNCTIONS,
+) -> tuple[Any, ...]:
     """Return the operands of the entry `name`: floats in `dtype`, and then labels and masks."""
-    arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
+    arrays = (operand(k, i, sizes) for i, k in enumerate(table[name].kinds.split()))
     return tuple(jax.device_put(a.astype(dtype)) if a.dtype == np.float64 else a for a in arrays)
 
 

@@ -2,12 +2,13 @@
 
     python tests/mutation.py --list
     python tests/mutation.py --mutants 0-14 --results build/mutants.jsonl
-    python tests/mutation.py --mutants 3,7 --tests tests/test_norm.py tests/test_forward_mode.py
+    python tests/mutation.py --mutants 3,7 --tests tests/test_norm.py tests/test_every_derivative.py
 
-The 60 mutants are drawn with a fixed seed from the formulas and rules of XLA's code, the
-primitives, Mosaic and Triton. A mutant is killed if a test fails, and survives if all pass. It is
-equivalent, and not run, if it only turns off a check of lengths (`strict=True`). Each run stops at
-the first failure. Without ``--tests``, `COVERING` names the tests of the mutated file.
+The 80 mutants are drawn with a fixed seed from the formulas and rules of XLA's code, the
+primitives, Mosaic, Triton, `auto_remat` and the linear losses. A mutant is killed if a test fails,
+and survives if all pass. It is equivalent, and not run, if it only turns off a check of lengths
+(`strict=True`). Each run stops at the first failure. Without ``--tests``, `COVERING` names the
+tests of the mutated file.
 Kernels run in interpreters here. Triton's kernels need Triton: set ``--python`` to the path of a
 Python that can import Triton. The tests that compile them run after those that interpret them.
 """
@@ -29,33 +30,42 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SEED, LIMIT = 20, 600
-#: Maps each folder of the code to the number of mutants in it.
+#: Maps the files of an area of the code to the number of mutants in it.
 AREAS = {
-    "kernels/jaxnorm_kernels/xla": 18,
-    "jaxnorm/primitives": 15,
-    "kernels/jaxnorm_kernels/mosaic": 15,
-    "kernels/jaxnorm_kernels/triton": 12,
+    "kernels/jaxnorm_kernels/xla/**/*.py": 18,
+    "jaxnorm/primitives/**/*.py": 15,
+    "kernels/jaxnorm_kernels/mosaic/**/*.py": 15,
+    "kernels/jaxnorm_kernels/triton/**/*.py": 12,
+    "jaxnorm/remat/*.py": 12,
+    "jaxnorm/operations/linear_loss*.py": 8,
 }
 #: Maps a part of a file's path to the names of test files. For a mutated file, the first key that
 #: its path contains determines which test files run.
 COVERING = {
-    "xla/norm_rope": ["test_norm_rope*", "test_forward_mode", "test_parts"],
-    "xla/softmax": ["test_softmax", "test_logits", "test_forward_mode", "test_masked_derivatives"],
+    "xla/norm_rope": ["test_norm_rope*", "test_every_derivative", "test_parts"],
+    "xla/softmax": [
+        "test_softmax",
+        "test_logits",
+        "test_every_derivative",
+        "test_masked_derivatives",
+    ],
     "xla/logits": ["test_logits", "test_masked_derivatives", "test_loss", "test_linear_loss"],
-    "xla/log_prob": ["test_log_prob", "test_linear_loss", "test_forward_mode"],
+    "xla/log_prob": ["test_log_prob", "test_linear_loss", "test_every_derivative"],
     "xla/label_sums": ["test_loss", "test_log_prob", "test_loss_sharding"],
-    "xla/cross_entropy": ["test_loss", "test_loss_*", "test_linear_loss", "test_forward_mode"],
-    "xla/kl_divergence": ["test_kl_divergence", "test_forward_mode"],
-    "xla/formulas": ["test_split_masks", "test_forward_mode", "test_meshes"],
+    "xla/cross_entropy": ["test_loss", "test_loss_*", "test_linear_loss", "test_every_derivative"],
+    "xla/kl_divergence": ["test_kl_divergence", "test_every_derivative"],
+    "xla/formulas": ["test_split_masks", "test_every_derivative", "test_meshes"],
     "xla/reductions": ["test_implementation", "test_broadcast_parameters", "test_norm"],
     "xla/": [
         "test_norm",
         "test_residual",
         "test_scaled_sum",
         "test_norm_gated",
-        "test_forward_mode",
+        "test_every_derivative",
     ],
     "primitives/eager": ["test_eager", "test_every_function", "test_cache_keys"],
+    "jaxnorm/remat/": ["test_auto_remat", "test_remat_plan", "test_fit_memory", "test_remat_*"],
+    "operations/linear_loss": ["test_linear_loss*", "test_any_linear_loss", "test_linear_meshes"],
     "primitives/remat": ["test_remat", "test_programs"],
     "primitives/recomputation": [
         "test_gated_linear_programs",
@@ -76,7 +86,7 @@ COVERING = {
         "test_implementation",
         "test_set_mesh",
         "test_batches",
-        "test_forward_mode",
+        "test_every_derivative",
         "test_programs",
         "test_meshes",
     ],
@@ -205,7 +215,7 @@ def mutants(seed: int = SEED) -> list[Mutant]:
     rng = random.Random(seed)
     chosen: list[Mutant] = []
     for area, count in AREAS.items():
-        files = [_mutants_of(path) for path in sorted((ROOT / area).rglob("*.py"))]
+        files = [_mutants_of(path) for path in sorted(ROOT.glob(area))]
         files = [found for found in files if found]
         of_area: list[Mutant] = []
         while len(of_area) < count:

@@ -16,13 +16,14 @@ from jaxnorm import rms_norm_linear
 
 # For each activation: its largest slope, its largest second derivative, and the jump of its slope
 # at z = 0. gelu' is at most 1.13, gelu'' at most 0.8 (at 0); silu' is at most 1.1, silu'' at most
-# 0.5 (at 0).
+# 0.5 (at 0); sigmoid' is at most 0.25 (at 0), sigmoid'' at most 0.0963.
 SLOPES = {
     None: (1.0, 0.0, 0.0),
     "relu": (1.0, 0.0, 1.0),
     "leaky_relu": (1.0, 0.0, 0.99),
     "gelu": (1.13, 0.85, 0.0),
     "silu": (1.1, 0.5, 0.0),
+    "sigmoid": (0.25, 0.1, 0.0),
 }
 
 

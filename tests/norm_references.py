@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from reference import SAFETY, Norm, TwoNorms, activated, arithmetic, rounding
 
-from jaxnorm.tools import references
-
 
 class _Arithmetic:
     """The dtype of a call's arithmetic, for a class that has the dtypes of the call's arrays."""
@@ -206,17 +204,23 @@ class RotatedNorm(Norm):
     interleaved: bool
 
     def __post_init__(self):
-        rotation = references.Rotation(
-            self.cos, self.sin, self.x.shape[-1], interleaved=self.interleaved
-        )
-        self.first, self.second, self.partner = rotation.first, rotation.second, rotation.partner
+        cols, pairs = self.x.shape[-1], self.cos.shape[-1]
+        columns = np.arange(2 * pairs).reshape((pairs, 2) if self.interleaved else (2, pairs))
+        self.first, self.second = columns.T if self.interleaved else columns
+        self.partner = np.arange(cols)
+        self.partner[self.first], self.partner[self.second] = self.second, self.first
         # In each column, y = c * n + s * n', where n' is n in the other column of the pair.
-        self.c, self.s = rotation.cos, rotation.sin
+        self.c, self.s = (
+            np.ones((*self.cos.shape[:-1], cols)),
+            np.zeros((*self.sin.shape[:-1], cols)),
+        )
+        self.c[..., self.first] = self.c[..., self.second] = self.cos
+        self.s[..., self.first], self.s[..., self.second] = -self.sin, self.sin
         self.dy = self.d
-        self.d = rotation.transposed(self.dy)
+        self.d = self.dy * self.c - self.dy[..., self.partner] * self.s
         super().__post_init__()
         self.normalised = self.y
-        self.y = rotation(self.normalised)
+        self.y = self.normalised * self.c + self.normalised[..., self.partner] * self.s
         (na, nb), (da, db) = map(self._pairs, (self.normalised, self.dy))
         self.dcos, self.dsin = da * na + db * nb, db * na - da * nb
 

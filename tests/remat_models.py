@@ -152,3 +152,30 @@ def parameters(layers, key):
         name: jax.random.normal(k, (layers, *shape)) / shape[0] ** 0.5
         for k, (name, shape) in zip(keys, SHAPES.items())
     }
+
+
+def loss_of(name, is_scan):
+    """Return the mean square of the last hidden states, as a function of parameters and x."""
+    layer, _ = LAYERS[name]
+
+    def loss(params, x):
+        if is_scan:
+            x = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)[0]
+        else:
+            for i in range(len(params["norm"])):
+                x = layer(x, jax.tree.map(lambda a: a[i], params))  # noqa: B023, called here
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def arguments(layers):
+    """Return the arguments of `loss_of`."""
+    x = jax.random.normal(jax.random.key(2), (B, S, WIDTH), jnp.bfloat16)
+    return parameters(layers, jax.random.key(3)), x
+
+
+def small_arguments():
+    """Return the arguments of a loss of one layer and of four positions, in float32."""
+    params, x = arguments(1)
+    return params, x[:1, :4].astype(jnp.float32)

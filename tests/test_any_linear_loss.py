@@ -237,7 +237,7 @@ def of_a_custom_derivative(logits, shift):
 @eight_devices
 @pytest.mark.parametrize("fun", [of_a_scan, of_a_condition, of_a_custom_derivative])
 def test_functions_with_inner_programs(fun):
-    """`fun` may have loops, conditions and custom derivatives, also inside of `jax.shard_map`."""
+    """`fun` may have loops, conditions and custom derivatives, even inside of `jax.shard_map`."""
     x, weight, *_ = operands()
 
     def mean(x, weight):

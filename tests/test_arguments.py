@@ -269,3 +269,35 @@ def test_tables_that_hold_each_angle_twice(width):
         jaxnorm.rms_norm_rope(x, None, table, table)
     half = table[..., : width // 2]
     assert jaxnorm.rms_norm_rope(x, None, half, half).shape == x.shape
+
+
+def spelled(name: str) -> str:
+    """Return the other spelling: ``logit_scale``, or ``logits_softcap``."""
+    return name.replace("logits_", "logit_") if "logits_" in name else name.replace("t_", "ts_")
+
+
+def test_both_spellings_of_the_options_of_logits():
+    """Scales and softcaps of logits have two spellings. A call that has both raises an error."""
+    weight, labels = jnp.arange(20.0).reshape(4, 5), jnp.zeros((2, 3), int)
+    calls = {
+        **dict.fromkeys(LOSSES, (LOGITS, labels)),
+        **dict.fromkeys(LINEAR_LOSSES, (X, weight, labels)),
+        "kl_divergence": (LOGITS, 2 * LOGITS),
+        "linear_kl_divergence": (X, weight, 2 * X, weight),
+    }
+    for name, arrays in calls.items():
+        function = getattr(jaxnorm, name)
+        options = {n for n in inspect.signature(function).parameters if "_s" in n and "logit" in n}
+        assert {"logits_scale", "logit_softcap"} <= options
+        options = dict.fromkeys(options, 0.5)
+        other = {spelled(n): value for n, value in options.items()}
+        assert not {*options} & {*other}
+        for result, same in zip(
+            *(jax.tree.leaves(function(*arrays, **o)) for o in (options, other))
+        ):
+            np.testing.assert_array_equal(result, same)
+        plan = functools.partial(jaxnorm.implementation_for, name, arrays[0].shape, jnp.float32)
+        assert str(plan(**options)) == str(plan(**other))
+        for n, value in other.items():
+            with pytest.raises(TypeError, match=rf"^{name}: got both \w+= and {n}=; expected one"):
+                function(*arrays, **options, **{n: value})

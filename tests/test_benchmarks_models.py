@@ -115,6 +115,16 @@ def test_a_training_step(cell):
     assert 60 < tokens.max() < 97
 
 
+def test_compile_times(cell, monkeypatch):
+    """Without a GPU, a step is lowered for a GPU, and its compilation is not timed."""
+    monkeypatch.setattr(training, "_warm_up", lambda variant: None)
+    monkeypatch.setitem(models.COMPILED, "tiny scan", ("tiny", "scan", 2))
+    named = models.CompileCell("tiny scan", "2x24", "bfloat16", "jaxnorm-norms")
+    figures = training.prepare("compile", named)()
+    assert figures["total_s"] >= figures["trace_s"] + figures["lower_s"] > 0
+    assert figures["compile_s"] is None or jax.default_backend() == "gpu"
+
+
 def test_what_fits(cell, monkeypatch):
     class Line:
         def __init__(self, cell, batch):

@@ -136,7 +136,7 @@ def test_checks_can_fail(report):
     assert learned == [[True, True], [True, False], [None, None]]
 
 
-# `make demo ARGS="--markdown examples/demo.md --out examples/demo.png"` writes both files.
+# `make demo ARGS="--markdown examples/demo.md"` writes the table.
 def test_the_docs_show_what_the_demo_printed():
     page = (ROOT / "docs" / "memory.md").read_text()
     for line in (EXAMPLES / "demo.md").read_text().splitlines():

@@ -1,8 +1,8 @@
 """Second derivatives in three special cases.
 
 The first is a scale of 0: x cannot be recovered from y then. The second is a row with a single
-nonzero element. The third is a bias that the forward pass rounds. `test_forward_mode` tests all
-other second derivatives.
+nonzero element. The third is a bias that the forward pass rounds. `test_every_derivative` tests
+all other second derivatives.
 """
 
 import functools

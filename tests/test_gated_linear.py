@@ -295,7 +295,7 @@ def test_effects_of_a_product_happen_once(name, around):
 
 
 def test_a_check_in_a_product():
-    """`checkify` finds a failed check in `product`, also in a gradient."""
+    """`checkify` finds a failed check in `product`, even in a gradient."""
     arrays = [operands((5, 8), 6)[name] for name in ("gate", "weight")]
 
     def product(h, weight):

@@ -363,7 +363,7 @@ def test_an_import_may_fail_in_any_way(broken):
     ],
 )
 def test_a_bug_of_ours_is_no_missing_package(code, error, broken, monkeypatch):
-    """An import that fails because of jaxnorm's own code raises the error, also by default."""
+    """An import that fails because of jaxnorm's own code raises the error, even by default."""
     broken("mosaic", code)
     monkeypatch.setattr(launching, "TESTED", (jax.__version__,))
     for _ in range(2):

@@ -320,7 +320,7 @@ def family_of(function):
     ids=str,
 )
 def test_divergences(rows, cols, dtype, teacher_dtype, reverse, kernels):
-    """Values and gradients are correct, also for equal logits and for masked positions."""
+    """Values and gradients are correct, even for equal logits and for masked positions."""
     x, teacher = divergence_operands((rows, cols), dtype, teacher_dtype)
     function = functools.partial(
         kl_divergence, reverse=reverse, implementation=kernels, logits_scale=1.0

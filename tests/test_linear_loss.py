@@ -22,7 +22,7 @@ from reference import assert_within, exact
 
 from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
-from jaxnorm.operations.linear_loss_call import chunk_rows, rows_beside_dlogits
+from jaxnorm.operations.linear_loss_call import chunks_of
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -220,7 +220,7 @@ def test_chunks_by_default():
         (None, 0, (2048, 32000), bf16, 1),
     ]
     for chunk, rows, weight, dtype, expected in cases:
-        assert chunk_rows(chunk, rows, weight, dtype, dtype) == expected
+        assert chunks_of(chunk, rows, weight, (dtype, dtype)) == (expected, False)
     # All rows form one chunk if its logits and their gradient take no more memory than the
     # accumulator. This is the float32 array in which smaller chunks would add up the gradient of
     # the weight.
@@ -230,24 +230,22 @@ def test_chunks_by_default():
         (8192, (2048, 128256), bf16, 2048),
         (5376, (8192, 32000), f32, 5376),
     ):
-        accumulator = 4 * weight[0] * weight[1]
-        assert chunk_rows(None, rows, weight, logits, bf16, accumulator=accumulator) == expected
-        assert chunk_rows(64, rows, weight, logits, bf16, accumulator=accumulator) == 64
+        given, accumulator = (rows, weight, (logits, bf16)), 4 * weight[0] * weight[1]
+        assert chunks_of(None, *given, accumulator=accumulator) == (expected, False)
+        assert chunks_of(64, *given, accumulator=accumulator) == (64, False)
     # A call may store the gradient of all logits. It then needs no accumulator, but it must not use
     # more memory than a call with an accumulator. If it would, chunks of half as many rows are
-    # tried, because their logits take less memory. If this is not enough, the result is None: the
-    # gradient of all logits is not stored.
-    for rows, chunk, weight, expected in (
-        (8192, 2048, (4096, 128256), 2048),
-        (8192, 2048, (2048, 128256), 1024),
-        (16384, 2048, (2048, 50257), None),
-        (1024, 512, (2048, 50257), 512),
+    # tried, because their logits take less memory. If this is not enough, the gradient of all
+    # logits is not stored.
+    for rows, weight, expected in (
+        (8192, (4096, 128256), (2048, True)),
+        (8192, (2048, 128256), (1024, True)),
+        (16384, (2048, 50257), (2048, False)),
     ):
-        d, classes = weight
-        accumulator = 4 * d * classes
-        assert rows_beside_dlogits(chunk, rows, 4 * classes, 2 * classes, accumulator) == expected
+        accumulator = 4 * weight[0] * weight[1]
+        assert chunks_of(None, rows, weight, (f32, bf16), accumulator=accumulator) == expected
     # The logits are float32. The matmul that computes them has operands of 16 bits.
-    assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
+    assert chunks_of(None, 8192, (8192, 32000), (f32, bf16)) == (4096, False)
     check("mean", *operands(3000, 2, 3))
 
 

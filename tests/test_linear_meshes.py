@@ -558,7 +558,7 @@ def gated_operands(layout, kind="explicit"):
 def test_where_the_result_lies(compiles):
     """The result has the requested sharding. By default, its rows are sharded like gate's rows.
 
-    The requested sharding may be a PartitionSpec or a NamedSharding, also outside of `jax.jit`.
+    The requested sharding may be a PartitionSpec or a NamedSharding, even outside of `jax.jit`.
     """
     mesh, *_ = gated_operands("f")
     for layout, asked, expected in (

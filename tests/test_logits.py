@@ -1,4 +1,4 @@
-"""softmax and log_softmax of ``scale * x + bias``, also with masks, against float64 NumPy."""
+"""softmax and log_softmax of ``scale * x + bias``, with and without masks, against NumPy."""
 
 import functools
 import itertools

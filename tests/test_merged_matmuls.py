@@ -17,7 +17,7 @@ import pytest
 from linear_loss_cases import operands
 from reference import DTYPES, assert_within, rounding
 
-from benchmarks.training import GPU_OPTIONS
+from benchmarks.timing import GPU_OPTIONS
 from jaxnorm import linear_log_prob_and_entropy, linear_softmax_cross_entropy
 
 #: How often each program runs.

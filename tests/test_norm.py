@@ -1,101 +1,257 @@
-"""Values and gradients of layer_norm and rms_norm against float64 NumPy."""
+"""Values and gradients of every norm against float64 NumPy: shapes, dtypes, options, parameters.
+
+Extreme values are in the tests of each function, such as `test_norm_gated`.
+"""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
-from norms import check, normal
-from pairs import each_pair, on_each_implementation
+from norms import check, normal, tables
+from pairs import KERNELS, on_each_implementation, pairwise
 from program_error import assert_computes
-from reference import DTYPES, exact
+from reference import ACTIVATIONS, exact
 
 import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-# Dtypes of x, of scale and bias, and of y.
-MIXES = [
-    *((d, d, d) for d in DTYPES),
-    ("bfloat16", "float32", "bfloat16"),
-    ("float32", "float32", "bfloat16"),
-    ("bfloat16", "float32", "float32"),
-    ("float16", "bfloat16", "float32"),
-]
-AXES = [-1, 0, (1, 2), (0, -1)]
-PARAMETERS = ["scale and bias", "scale", "bias", "none"]
-SAVES = ["output", "input"]
-Y_DTYPES = ["float32", "bfloat16"]
-OPTIONS = [{"scale_offset": 1.0}, {"epsilon": 0.0}, {"epsilon": 0.1}]
+NAMES, SUMS = ["layer_norm", "rms_norm"], ["add_layer_norm", "add_rms_norm"]
+DTYPES = {"b": "bfloat16", "h": "float16", "f": "float32", "d": "float64"}
+# The operands that a call has unless a case leaves them out.
+OPERANDS = {
+    "layer_norm": "scale bias",
+    "rms_norm": "scale",
+    "add_layer_norm": "residual scale bias",
+    "add_rms_norm": "residual scale",
+    "rms_norm_add": "residual scale",
+    "rms_norm_add_rms_norm": "residual scale next_scale",
+    "rms_norm_gated": "gate scale",
+    "rms_norm_rope": "scale",
+}
+# The spread and the mean of each parameter.
+PARAMETERS = {"scale": (0.3, 1.0), "next_scale": (0.3, 1.0), "bias": (0.3, 0.0), "gate": (0.3, 0.5)}
 
 
-NAMES = ["layer_norm", "rms_norm"]
-
-
-def checked(
-    name,
-    shape,
-    dtype="float32",
-    *,
-    p_dtype="float32",
-    parameters=None,
-    of_scale=(0.3, 1.0),
-    **given,
-):
+def checked(name, shape, x_dtype="float32", second="float32", p_dtype="float32", **given):
     """Check a norm of random x.
 
-    By default, layer_norm has a scale and a bias, and rms_norm has a scale.
+    Args:
+      second: the dtype of the residual, the gate or the rotary tables.
+      given: options, and the shapes of parameters without the normalised axes (None leaves a
+        parameter out). A rotary norm also has the shape of its tables without their last axis
+        (`tables`), the number of rotated columns (`rotated`) and a `factor` of the tables. With
+        `scale_near_0`, some scales are near 0.
     """
     axes = np.atleast_1d(given.get("axis", -1)) % len(shape)
     normalised = tuple(shape[a] for a in sorted(axes))
-    if parameters is None:
-        parameters = "scale and bias" if name == "layer_norm" else "scale"
-    scale = normal(normalised, p_dtype, 1, *of_scale) if "scale" in parameters else None
-    bias = normal(normalised, p_dtype, 2, scale=0.3) if "bias" in parameters else None
-    check(name, normal(shape, dtype, 0, shift=0.5), scale=scale, bias=bias, **given)
+    takes, operands = OPERANDS[name].split(), {}
+    spreads = PARAMETERS | ({"scale": (1.0, 0.0)} if given.pop("scale_near_0", False) else {})
+    if name == "rms_norm_rope":
+        size = (*given.pop("tables", ()), given.pop("rotated", shape[-1]) // 2)
+        operands |= zip(("cos", "sin"), tables(size, second, factor=given.pop("factor", 1.0)))
+    if "residual" in takes:
+        operands["residual"] = normal(shape, second, 1)
+    if name == "rms_norm_gated":
+        operands["gate"] = normal(shape, second, 1, scale=2.0)
+    for seed, (parameter, spread) in enumerate(spreads.items(), 2):
+        lead = given.pop(parameter, () if parameter in takes else None)
+        if lead is not None and parameter not in operands:
+            operands[parameter] = normal((*lead, *normalised), p_dtype, seed, *spread)
+    return check(name, normal(shape, x_dtype, 0, shift=0.5), **operands, **given)
 
 
-@refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@on_each_implementation("name mix axis save", NAMES, MIXES, AXES, SAVES)
-def test_values_and_gradients(name, mix, axis, save, implementation):
-    x_dtype, p_dtype, y_dtype = mix
-    shape = (64, 8, 40)  # With any of `AXES`, there are enough rows for every kernel.
-    given = {"p_dtype": p_dtype, "y_dtype": y_dtype, "axis": axis, "save": save}
-    checked(name, shape, x_dtype, implementation=implementation, **given)
+def grid(**axes):
+    """Return the names and the values of the axes of a group of cases. A list is an axis.
+
+    The values of the axis `of` are dicts: several options together. In a `mix` such as "bffh", each
+    letter is a dtype: of x, of the second array (residual, gate or tables), of parameters and of y.
+    """
+    return [*axes], [value if isinstance(value, list) else [value] for value in axes.values()]
 
 
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("parameters save y_dtype", PARAMETERS, SAVES, Y_DTYPES)
-def test_layer_norm_parameters(parameters, save, y_dtype, implementation):
-    given = {"parameters": parameters, "y_dtype": y_dtype, "save": save, "of_scale": (1.0, 0.0)}
-    checked("layer_norm", (70, 40), implementation=implementation, **given)
+def cases(groups, combine=pairwise):
+    """Yield the cases of groups, and their names, with the combinations of values of `combine`."""
+    for names, axes in groups:
+        for values in combine(*axes):
+            options = dict(zip(names, values))
+            options |= options.pop("of", {})
+            varied = [str(v) for v, axis in zip(values, axes) if len(axis) > 1]
+            name = options["name"]
+            yield options, "-".join([name, *(v for v in varied if v != name)])
 
 
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("scale save cols", [True, False], SAVES, [40, 1024])
-def test_rms_norm_with_a_bias(scale, save, cols, implementation):
-    parameters = "scale and bias" if scale else "bias"
-    given = {"parameters": parameters, "y_dtype": "bfloat16", "save": save}
-    checked("rms_norm", (70, cols), implementation=implementation, **given)
+def run(options, implementation):
+    given = dict(options)
+    *dtypes, y_dtype = (DTYPES[letter] for letter in given.pop("mix", "ffff"))
+    if given["name"] != "rms_norm_add":  # its result has the residual's dtype
+        given["y_dtype"] = y_dtype
+    given["implementation"] = implementation
+    return checked(given.pop("name"), given.pop("shape"), *dtypes, **given)
 
 
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("save y_dtype", SAVES, Y_DTYPES)
-def test_rms_norm_without_scale(save, y_dtype, implementation):
-    given = {"parameters": "none", "y_dtype": y_dtype, "save": save}
-    checked("rms_norm", (70, 40), implementation=implementation, **given)
+SAVES, BEFORE, ORDERS = ["output", "input"], [True, False], [False, True]
+# Mixes with one dtype, and mixes with several.
+ALIKE = ["bbbb", "hhhh", "ffff"]
+OF_SUMS = [*ALIKE, "bffb", "bbfb", "fbfb", "bfbf"]
+OPTIONS = [{"scale_offset": 1.0}, {"epsilon": 0.0}, {"epsilon": 0.1}]
+WITHOUT = [{}, {"bias": None}, {"scale": None}, {"scale": None, "bias": None}]
+WIDE = [(70, 40), (64, 1024), (130, 768)]
+POSITIONS = [(4, 33, 64), (4, 33, 1024)]
+HEADS = (2, 8, 4, 64)
+# Shapes of the parameters of x of (4, 33, columns).
+GROUPS = [
+    {"scale": (4, 1), "bias": (4, 1)},
+    {"scale": (4, 1)},
+    {"bias": (4, 1)},
+    {"scale": (4, 33), "bias": (4, 33)},
+    {"scale": (1, 1), "bias": (1,)},
+]
+ADALN_ZERO = {"scale": (4, 1), "gate": (4, 1)}
+GATES = [
+    {"mix": "ffff", **ADALN_ZERO},
+    {"mix": "bbbb", "gate": ()},  # LayerScale
+    {"mix": "bffb", "gate": (4, 1)},
+    {"mix": "fbfh", "scale": (4, 1), "gate": ()},
+    {"mix": "ffff", "scale": (4, 33), "gate": (4, 33)},
+    {"mix": "bbbb", "gate": (33,)},  # groups of rows that are not consecutive
+]
+TABLES = [(8, 1), (), (1,), (2, 8, 1), (1, 1, 1), (1, 8, 1), (2, 1, 4), (4,), (8, 4), (2, 8, 4)]
+GATED, ROPE = {"name": "rms_norm_gated"}, {"name": "rms_norm_rope", "tables": (8, 1)}
+
+# Kernels run with all combinations of the values in a group. XLA's code runs with combinations that
+# cover all pairs of values.
+IN_FULL = [
+    grid(
+        name=NAMES, shape=(64, 8, 40), mix=[*ALIKE, "bffb", "fffb", "bfff", "hfbf"],
+        axis=[-1, 0, (1, 2), (0, -1)], save=SAVES,
+    ),
+    grid(
+        name="layer_norm", shape=(70, 40), mix=["ffff", "fffb"], of=WITHOUT, save=SAVES,
+        scale_near_0=True,
+    ),
+    grid(name="rms_norm", shape=WIDE[:2], mix="fffb", bias=(), scale=[(), None], save=SAVES),
+    grid(name="rms_norm", shape=(70, 40), mix=["ffff", "fffb"], scale=None, save=SAVES),
+    grid(name=NAMES, shape=(70, 64), mix="bffb", of=OPTIONS, save=SAVES),
+    grid(name=NAMES, shape=[(5, n) for n in (2, 3, 127, 1000, 4095)], mix="fffb", save=SAVES),
+    grid(name=SUMS, shape=WIDE, mix=OF_SUMS, save=SAVES),
+    grid(name="rms_norm_add", shape=WIDE, mix=OF_SUMS),
+    grid(name="rms_norm_add_rms_norm", shape=WIDE, mix=OF_SUMS, save=SAVES),
+    grid(name="layer_norm", shape=POSITIONS, mix=["ffff", "bffb"], of=GROUPS, save=SAVES),
+    grid(name="add_layer_norm", shape=POSITIONS, of=GATES, bias=[(), (4, 1)], save=SAVES),
+    grid(name="add_rms_norm", shape=POSITIONS, of=GATES, save=SAVES),
+    grid(
+        name=SUMS, shape=(4, 33, 768), mix=["ffff", "bbbb", "bffb", "fbfh"], of=[ADALN_ZERO],
+        save=SAVES,
+    ),
+    grid(name="rms_norm_rope", shape=HEADS, tables=TABLES, save=SAVES),
+    # Tables may be multiplied by a factor, as in YaRN and LongRoPE. To invert the rotation, the
+    # backward divides by cos^2 + sin^2, which is factor^2.
+    grid(**ROPE, shape=HEADS, factor=[1.2, 0.7], mix=["bffb", "hffh", "ffff"], save=SAVES),
+    # With scale_offset=1, as in Gemma, x_hat is multiplied by 1 + scale.
+    grid(
+        **ROPE, shape=HEADS, mix=["bffb", "ffff"], scale_offset=1.0, save=SAVES,
+        of=[{}, {"scale": None, "rotated": 32}],
+    ),
+    grid(**GATED, shape=(70, 64), of=OPTIONS, norm_before_gate=BEFORE),
+    grid(**GATED, shape=(70, 64), mix=["ffff", "bbbb"], scale=None, norm_before_gate=BEFORE),
+    # Scales may belong to groups, as in Mamba 2; each gradient is a sum over the group's rows.
+    grid(
+        **GATED, shape=HEADS, mix="fbff", norm_before_gate=BEFORE,
+        scale=[(4,), (8, 4), (2, 1, 1), (2, 8, 1), (2, 8, 4)],
+    ),
+]  # fmt: skip
+# All implementations run with combinations that cover all pairs of values.
+IN_PAIRS = [
+    grid(
+        name=NAMES, shape=(64, 8, 40), mix=[*ALIKE, "bffb", "fffb", "bfff", "hfbf"],
+        axis=[-1, 0, (1, 2), (0, -1)], save=SAVES, activation=[*ACTIVATIONS[:3]], bias=(),
+    ),
+    grid(name=NAMES, shape=(70, 40), of=[{"bias": ()} | of for of in WITHOUT], activation="silu"),
+    grid(name="layer_norm", shape=(70, 64), mix="bffb", of=OPTIONS, activation="gelu"),
+    grid(
+        **GATED, shape=[HEADS, (70, 40), (65, 128), (3, 30, 1000)], norm_before_gate=BEFORE,
+        mix=[*ALIKE, "bbfb", "bffb", "fbhf", "hfbb", "bhff"], activation=[*ACTIVATIONS],
+    ),
+    grid(
+        name="rms_norm_rope", mix=[*ALIKE, "bffb", "fbff", "bfbf", "fhbb"], save=SAVES,
+        interleaved=ORDERS, of=[
+            {"shape": HEADS, "tables": (8, 1)},
+            {"shape": (3, 16, 2, 16), "tables": (16, 1), "rotated": 8},
+            {"shape": (2, 5, 3, 128), "tables": (5, 1), "rotated": 96},
+            {"shape": (1, 8, 4, 512), "tables": (8, 1)},
+        ],
+    ),
+]  # fmt: skip
+IN_FLOAT64 = [
+    grid(name=NAMES, shape=(7, 30), mix="dddd", save=SAVES),
+    grid(name=NAMES, shape=(7, 30), mix="dddd", activation=[*ACTIVATIONS[:3]], bias=()),
+    # The arithmetic is float64 if the dtype of x, of the gate or of y is float64.
+    grid(
+        **GATED, shape=(4, 5, 24), mix=["dddd", "fddf", "ffdd"], activation=[*ACTIVATIONS],
+        norm_before_gate=BEFORE,
+    ),
+    grid(
+        **ROPE, shape=HEADS, rotated=48, mix=["dddd", "dfdd", "fddd", "ffdd"], save=SAVES,
+        interleaved=ORDERS,
+    ),
+]  # fmt: skip
+# Arrays with few axes or rows, which are too small for a kernel.
+SMALL = [
+    grid(**GATED, shape=[(64,), (7, 64), (3, 0, 64), (1, 5)], norm_before_gate=BEFORE),
+    grid(name="rms_norm_rope", shape=[(64,), (7, 64), (3, 0, 64)], save=SAVES),
+]
+# Shapes for each kind of kernel. A row is processed by a part of a warp, by a warpgroup or by a
+# cluster. In some shapes, the last fragments of a row overlap.
+LARGE = [(131, 128), (97, 1000), (66, 4088), (140, 5120), (67, 16384)]
+OF_KERNELS = [
+    grid(
+        name=NAMES, shape=LARGE, mix=["bffb", "ffff"], activation=[*ACTIVATIONS[:3]], bias=()
+    ),
+    grid(**GATED, shape=LARGE, mix=["bbfb", "ffff"], norm_before_gate=BEFORE),
+]  # fmt: skip
 
 
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("options name save", OPTIONS, NAMES, SAVES)
-def test_options(options, name, save, implementation):
-    checked(name, (70, 64), "bfloat16", save=save, implementation=implementation, **options)
+def each(groups, combine=pairwise):
+    return pytest.mark.parametrize(
+        "options", [pytest.param(options, id=name) for options, name in cases(groups, combine)]
+    )
 
 
-@refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS)
-@on_each_implementation("name cols save", NAMES, [2, 3, 127, 1000, 4095], SAVES)
-def test_widths(name, cols, save, implementation):
-    checked(name, (5, cols), y_dtype="bfloat16", save=save, implementation=implementation)
+@refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS, refused.GROUPS)
+@pytest.mark.parametrize(
+    ("options", "implementation"),
+    [
+        pytest.param(of, code, id=f"{name}-{code}", marks=KERNELS.get(code, ()))
+        for code in ("xla", *KERNELS)
+        for groups, combine in ((IN_FULL, itertools.product), (IN_PAIRS, pairwise))
+        for of, name in cases(groups, combine if code in KERNELS else pairwise)
+    ],
+    indirect=["implementation"],
+)
+def test_values_and_gradients(options, implementation):
+    _, gradients = run(options, implementation)
+    if options["name"] in SUMS and "gate" not in options:  # x's and the residual's are the same.
+        of_x = gradients["residual"].astype(gradients["x"].dtype)
+        np.testing.assert_array_equal(gradients["x"], of_x)
+
+
+@each(IN_FLOAT64, itertools.product)
+def test_float64(x64, options):
+    run(options, "xla")
+
+
+@each(SMALL, itertools.product)
+def test_few_axes_and_rows(options):
+    run(options, "xla")
+
+
+@each(OF_KERNELS)
+def test_kernels(options, kernels):
+    run(options, kernels)
 
 
 def test_one_column():
@@ -110,12 +266,6 @@ def test_one_column():
     for function in (jaxnorm.rms_norm, jaxnorm.layer_norm):
         gradient = jax.grad(lambda x, f=function: f(x).sum())
         assert_computes(gradient(x), gradient, x)
-
-
-@each_pair("name save", NAMES, SAVES)
-@pytest.mark.usefixtures("x64")
-def test_float64(name, save):
-    checked(name, (7, 30), "float64", p_dtype="float64", save=save)
 
 
 def test_epsilon_and_axis_defaults_are_flax_like():

@@ -1,6 +1,6 @@
-"""rms_norm_rope against float64 NumPy: values, gradients, and errors for wrong arguments.
+"""rms_norm_rope: dtypes of tables, and the accuracy of gradients if the output y is saved.
 
-Some tests are about cases in which the gradients are inaccurate if the output y is saved.
+`test_norm` tests other values.
 """
 
 import functools
@@ -9,24 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import refused
 from functions import rope
 from norm_references import RotatedNorm
-from norms import check, mixes, normal, tables
-from pairs import on_each_implementation, pairwise
+from norms import check, normal, tables
 from program_error import analyse, assert_computes
 from reference import DTYPES, SAFETY, assert_within, exact, relative_error, rounding, unit_roundoff
 
 import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-
-# Dtypes of x, scale, tables and y.
-MIXES = mixes("bffb", "ffbf", "bbff", "fbhb")
-# Shapes of x, and the number of rotated columns.
-SIZES = [((2, 8, 4, 64), 64), ((3, 16, 2, 16), 8), ((2, 5, 3, 128), 96), ((1, 8, 4, 512), 512)]
-# For an x of shape (2, 8, 4, 64): the shapes of the tables cos and sin, without their last axis.
-BROADCAST = [(8, 1), (), (1,), (2, 8, 1), (1, 1, 1), (1, 8, 1), (2, 1, 4), (4,), (8, 4), (2, 8, 4)]
 
 each_save = pytest.mark.parametrize("save", ["output", "input"])
 each_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -70,88 +61,6 @@ def check_stored(grad, like, expected, bound):
 
 def parameter(cols, dtype):
     return normal((cols,), dtype, 1, scale=0.3, shift=1.0)
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@pytest.mark.parametrize(
-    ("mix", "size", "save", "interleaved"),
-    pairwise(MIXES, SIZES, ["output", "input"], [False, True]),
-)
-def test_values_and_gradients(mix, size, save, interleaved, implementation):
-    """Values and gradients are within their bounds, for heads of 16 to 512 columns.
-
-    All columns are rotated, or only the first ones.
-    """
-    (x_dtype, p_dtype, t_dtype, y_dtype), (shape, r) = mix, size
-    cos, sin = tables((shape[1], 1, r // 2), t_dtype)
-    checked(
-        normal(shape, x_dtype, 0, shift=0.5),
-        parameter(shape[-1], p_dtype),
-        cos,
-        sin,
-        save=save,
-        y_dtype=y_dtype,
-        interleaved=interleaved,
-        implementation=implementation,
-    )
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("lead save", BROADCAST, ["output", "input"])
-def test_tables_that_broadcast(lead, save, implementation):
-    x = normal((2, 8, 4, 64), "float32", 0)
-    cos, sin = tables((*lead, 32))
-    checked(x, parameter(64, "float32"), cos, sin, save=save, implementation=implementation)
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("factor dtype save", [1.2, 0.7], DTYPES, ["output", "input"])
-def test_tables_with_a_factor(factor, dtype, save, implementation):
-    """Tables may be multiplied by a factor, as in YaRN and LongRoPE.
-
-    To invert the rotation, the backward divides by cos^2 + sin^2, which is factor^2. Without this
-    division, the recovered x_hat would be multiplied by factor^2.
-    """
-    cos, sin = tables((8, 1, 32), factor=factor)
-    x, scale = normal((2, 8, 4, 64), dtype, 0), parameter(64, "float32")
-    checked(x, scale, cos, sin, save=save, implementation=implementation)
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("dtype save", ["float32", "bfloat16"], ["output", "input"])
-def test_no_scale(dtype, save, implementation):
-    cos, sin = tables((8, 1, 16))
-    x = normal((2, 8, 4, 64), dtype, 0)
-    checked(x, None, cos, sin, save=save, scale_offset=1.0, implementation=implementation)
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@each_save
-def test_scale_offset(save, implementation):
-    """With scale_offset=1, as in Gemma, x_hat is multiplied by 1 + scale."""
-    cos, sin = tables((8, 1, 32))
-    x, scale = normal((2, 8, 4, 64), "bfloat16", 0), normal((64,), "float32", 1, scale=0.3)
-    checked(x, scale, cos, sin, save=save, scale_offset=1.0, implementation=implementation)
-
-
-@each_save
-@pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64)], ids=str)
-def test_few_axes_and_rows(shape, save):
-    """Results are correct for arrays with few axes or rows, which are too small for a kernel."""
-    cos, sin = tables((32,))
-    x = normal(shape, "float32", 0)
-    checked(x, parameter(64, "float32"), cos, sin, save=save, implementation="xla")
-
-
-@each_order
-@each_save
-@pytest.mark.parametrize("t_dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("x_dtype", "y_dtype"), [("float64",) * 2, ("float32", "float64")])
-def test_float64(x64, x_dtype, y_dtype, t_dtype, save, interleaved):
-    cos, sin = tables((8, 1, 24), t_dtype)
-    x, scale = normal((2, 8, 4, 64), x_dtype, 0), parameter(64, "float64")
-    options = {"save": save, "y_dtype": y_dtype, "interleaved": interleaved}
-    checked(x, scale, cos, sin, implementation="xla", **options)
 
 
 def test_float64_tables_are_rounded(x64):

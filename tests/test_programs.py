@@ -53,7 +53,7 @@ def test_it_is_the_formula(name, x64):
 
 @each
 def test_outside_jit(name):
-    """Results outside of `jax.jit` are bitwise equal to those inside, also for NumPy arrays."""
+    """Results outside of `jax.jit` are bitwise equal to those inside, even for NumPy arrays."""
     operands = operands_of(name)
     function, plain, _ = FUNCTIONS[name]
     values = jax.tree.leaves(function(*operands))

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jaxnorm
-from benchmarks import auto_remat
+from benchmarks import auto_remat, pictures
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,6 +90,12 @@ def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def test_the_package_begins_like_the_readme():
+    _, first, *_ = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")
+    words, ours = (re.findall(r"\w+", text) for text in (first, jaxnorm.__doc__))
+    assert ours[: len(words)] == words
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
 
@@ -121,6 +127,57 @@ def test_training_steps_have_committed_figures(page, header, least):
         assert {*steps} <= measured_steps(), row
 
 
+# A measured time, size or share, outside of links. (Limits of the code are in MiB and GiB.)
+FIGURE = re.compile(r"\b\d[\d.]* ?(?:ms|us|seconds|GB|MB|%|of the time|times as)(?!\w)")
+# A source: a commit, a file of results, or tests, which compare the figures of their section.
+SOURCE = re.compile(r"\b[0-9a-f]{7,8}\b|\.csv|\b[Tt]ests? ")
+
+
+def test_each_section_with_measurements_names_their_source():
+    """A figure in the text of a link belongs to the page to which the link leads."""
+    for page in PAGES:
+        if page.stem in ("benchmarks", "testing"):  # sizes of GPUs and of downloads
+            continue
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        text = re.sub(r"\[[^]]*\]\([^)]*\)", "", text)
+        for section in re.split(r"\n(?=##+ )", text):
+            found = FIGURE.search(section)
+            assert not found or SOURCE.search(section), (page.name, section[:40], found)
+
+
+H100 = "nvidia_h100_80gb_hbm3"
+CELL, PAIR = r"(?<=\| )([\d.]+)(?= \|)", r"([\d.]+) (?:/|\|) ([\d.]+)(?= \|)"
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "file", "columns", "pattern"),
+    [
+        ("implementations", "| training step |", f"{H100}/compile", "total_s .1f 1", CELL),
+        ("losses", "| model; largest", f"{H100}/capacity", "batch_in_80gb .0f 1", CELL),
+        ("losses", "| loss in", f"{H100}/training", "ms .1f 1, temp_bytes .1f 1e9", PAIR),
+        ("losses", "| ms / GB |", f"{H100}/loss", "us .1f 1e3, temp_bytes .2f 1e9", PAIR),
+        ("losses", "| vocabulary | dtype | pass |", f"{H100}/loss", "us .0f 1", r"ward \| (\d+)"),
+        ("platforms", "| function and shape |", "cpu/cpu", "ratio .2f 1", r"(\d\.\d\d)"),
+    ],
+    ids=str,
+)
+def test_tables_have_committed_figures(page, header, file, columns, pattern):
+    """Each figure, or pair of figures, is in a row of the file: its name, format and unit."""
+    with (ROOT / "benchmarks/results" / f"{file}.csv").open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    taken = [column.split() for column in columns.split(", ")]
+    known = {
+        tuple(format(float(row[n]) / float(unit), form) for n, form, unit in taken)
+        for row in rows
+        if all(row[n] for n, *_ in taken)
+    }
+    _, _, table = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").partition(header)
+    body = "\n".join(table.partition("\n\n")[0].splitlines()[2:])
+    found = [m.groups() for m in re.finditer(pattern, body)]
+    assert len(found) >= 3
+    assert {*found} <= known
+
+
 def test_the_docs_are_short():
     """The pages have at most 38,000 words, and the index links each of them."""
     pages = [page for page in PAGES if page.parent == ROOT / "docs"]
@@ -144,7 +201,16 @@ def test_pages_say_that_linear_losses_return_the_mean():
             assert any("the mean; masks and weights go into `where=`" in row for row in found), page
 
 
-@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+@pytest.mark.parametrize("layers", ["scan", "unrolled", "scan, 2 GPUs"])
 def test_figures_of_auto_remat_are_those_of_committed_results(layers):
     table = auto_remat.table(layers)
     assert table in (ROOT / "docs" / "auto_remat.md").read_text()
+
+
+def test_pictures_are_drawn_from_committed_results():
+    """`python -m benchmarks.pictures` draws the only picture of the README and the docs."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = re.findall(r"!\[[^]]*\]\((.+?)\)", text)
+    assert shown == [str(pictures.PICTURE.relative_to(ROOT))]
+    found = pictures.digest() in pictures.PICTURE.read_text(encoding="utf-8")
+    assert found, "the picture is old: run python -m benchmarks.pictures"

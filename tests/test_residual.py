@@ -1,4 +1,4 @@
-"""Norms with a residual, and parameters of groups of rows, against float64 NumPy."""
+"""Parameters of groups of rows, and scales that groups share; `test_norm` tests other values."""
 
 import functools
 
@@ -6,63 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import refused
-from norms import check, mixes, normal
-from pairs import on_each_implementation
+from norms import normal
 from program_error import assert_computes
 from reference import TwoNorms, assert_within, exact, rounding
 
 import jaxnorm
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-
-# Dtypes of x, residual, parameters and y.
-MIXES = mixes("bffb", "bbfb", "fbfb", "bfbf")
-SHAPES = [(70, 40), (64, 1024), (130, 768)]
-SAVES = ["output", "input"]
-
-
-def parameter(cols, dtype, seed):
-    return normal((cols,), dtype, seed, scale=0.3, shift=1.0)
-
-
-def operands(shape, x_dtype, r_dtype):
-    return normal(shape, x_dtype, 0, shift=0.5), normal(shape, r_dtype, 1)
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation(
-    "name mix shape save", ["add_layer_norm", "add_rms_norm"], MIXES, SHAPES, SAVES
-)
-def test_addition_before_a_norm(name, mix, shape, save, implementation):
-    x_dtype, r_dtype, p_dtype, y_dtype = mix
-    x, residual = operands(shape, x_dtype, r_dtype)
-    given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
-    if name == "add_layer_norm":
-        given["bias"] = parameter(shape[1], p_dtype, 3)
-    given |= {"save": save, "y_dtype": y_dtype, "implementation": implementation}
-    _, gradients = check(name, x, **given)
-    of_x = gradients["residual"].astype(x_dtype)
-    np.testing.assert_array_equal(gradients["x"], of_x)
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("mix shape", MIXES, SHAPES)
-def test_addition_after_a_norm(mix, shape, implementation):
-    x_dtype, r_dtype, p_dtype, _ = mix  # The result has the residual's dtype.
-    x, residual = operands(shape, x_dtype, r_dtype)
-    given = {"residual": residual, "scale": parameter(shape[1], p_dtype, 2)}
-    check("rms_norm_add", x, implementation=implementation, **given)
-
-
-@refused.expect(refused.FEW_SHORT_ROWS)
-@on_each_implementation("mix shape save", MIXES, SHAPES, SAVES)
-def test_addition_between_two_norms(mix, shape, save, implementation):
-    x_dtype, r_dtype, p_dtype, y_dtype = mix
-    x, residual = operands(shape, x_dtype, r_dtype)
-    scales = {n: parameter(shape[1], p_dtype, i) for i, n in enumerate(("scale", "next_scale"), 2)}
-    given = {"residual": residual, "save": save, "y_dtype": y_dtype}
-    check("rms_norm_add_rms_norm", x, implementation=implementation, **given, **scales)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -97,30 +47,6 @@ def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation)
     assert gradients[shared].dtype == "bfloat16"
     stored = bound + rounding(np.abs(expected) + bound, "bfloat16")
     assert_within(gradients[shared], expected, stored)
-
-
-# ------------------------------------------------------------------- parameters of groups of rows
-
-LEADS = {
-    "sample": ((4, 1), (4, 1)),
-    "scale alone": ((4, 1), ()),
-    "bias alone": ((), (4, 1)),
-    "each row": ((4, 33), (4, 33)),
-    "one group": ((1, 1), (1,)),
-}
-
-
-@refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
-@on_each_implementation(
-    "lead dtype cols save", [*LEADS], ["float32", "bfloat16"], [64, 1024], SAVES
-)
-def test_parameters_of_groups_of_rows(lead, dtype, cols, save, implementation):
-    scale, bias = (
-        normal((*lead, cols), "float32", seed, scale=0.3, shift=1.0)
-        for seed, lead in zip((2, 3), LEADS[lead])
-    )
-    x = normal((4, 33, cols), dtype, 0, shift=0.5)
-    check("layer_norm", x, scale=scale, bias=bias, save=save, implementation=implementation)
 
 
 def test_groups_whose_rows_are_not_consecutive():

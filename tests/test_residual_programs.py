@@ -137,7 +137,7 @@ def test_an_unused_sum_is_not_written(name):
 @pytest.mark.parametrize("residual", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
 def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
-    """If only h is used, no norm of h is computed, also under gradients, vmap and scan."""
+    """If only h is used, no norm of h is computed, even under gradients, vmap and scan."""
     x, r = normal((8, 16), "bfloat16", 0), normal((8, 16), residual, 1)
     scale = jnp.ones(16)
 

@@ -106,6 +106,19 @@ PROVIDERS: dict[str, Provider] = {
         blocks=tuple(op for op in BLOCKS if not op.startswith(("add_", "residual_"))),
         mixed=MIXED,
     ),
+    # Other ways to compute jaxnorm's linear cross-entropy: `linear_loss`, and larger chunks.
+    **{
+        name: Provider(
+            label, "jax", "linear_loss_functions", ("jax",), (), losses=("linear_cross_entropy",)
+        )
+        for name, label in {
+            "jaxnorm_2048": "jaxnorm, chunk=2048",
+            "linear_loss": "linear_loss of jaxnorm's loss",
+            "linear_loss_2048": "linear_loss of jaxnorm's loss, chunk=2048",
+            "linear_loss_plain": "linear_loss of plain JAX",
+            "linear_loss_plain_2048": "linear_loss of plain JAX, chunk=2048",
+        }.items()
+    },
     "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), **_EVERYTHING),
     "flax": Provider("Flax", "jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),
     "optax": Provider(

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from benchmarks import auto_remat
-from benchmarks.language_models import Params
+from benchmarks import language_models
+from benchmarks.language_models import NAMES, Params
 from benchmarks.models import MODELS
 from benchmarks.remat_models import language
 from benchmarks.remat_models.measure import operations, types
@@ -19,22 +19,22 @@ HEAD = (
     "| policy | saved per layer | matmuls that run again | `auto_remat` in as many bytes | "
     "matmuls that run again |\n|---|---:|---:|---:|---:|"
 )
-POLICIES = ("none", *auto_remat.NAMES)
+POLICIES = ("none", *NAMES)
 
 
 def _program(policy: str) -> Program:
-    """Return Llama with a policy of `auto_remat.NAMES`. The loss has no logits."""
+    """Return Llama with a policy of `NAMES`. The loss has no logits."""
     model = language.model("bfloat16", "llama-1b", policy)
 
     def loss(params: Params, tokens: Array) -> Array:
         x = params["embedding"].astype(model.dtype)[tokens[:, :-1]]
-        return jnp.mean(jnp.square(auto_remat.llama(model, params, x).astype(jnp.float32)))
+        return jnp.mean(jnp.square(language_models.llama(model, params, x).astype(jnp.float32)))
 
     return dataclasses.replace(language.of_model(model), loss=loss)
 
 
 def line(policy: str) -> str:
-    """Return the line of a policy: "none" or a key of `auto_remat.NAMES`.
+    """Return the line of a policy: "none" or a key of `NAMES`.
 
     The budget of auto_remat is the bytes that the policy saves in the scan over layers, and 1 %
     more, for statistics of norms. Policies by name compute these again.

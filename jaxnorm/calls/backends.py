@@ -91,15 +91,6 @@ def preferred() -> str | None:
     return _PREFERRED
 
 
-def order(platform: str) -> tuple[str, ...]:
-    """Return the names of all implementations.
-
-    The implementations that ``implementation=None`` tries come first, in the order in which they
-    are tried.
-    """
-    return tuple(dict.fromkeys([*_candidates(platform), "xla", *MODULES]))
-
-
 def _candidates(platform: str) -> tuple[str, ...]:
     """Return the names of the kernel implementations to try, in order, for ``implementation=None``.
 

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal  # type: ignore[attr-defined]
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxnorm.calls.call import Arrays, Call, Run
@@ -364,6 +366,40 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         a if axes == everywhere else lax.pcast(a, tuple(sorted(everywhere - axes)), to="varying")
         for a, axes in zip(arrays, varying)
     ]
+
+
+def evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
+    """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
+
+    Inside `jax.shard_map`, the operands of an equation must vary over the same mesh axes. The
+    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline. The
+    shardings that equations name are those of arrays that the function closes over; they are
+    dropped, because shards have none.
+    """
+    jaxpr = program.jaxpr
+    values: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays])
+    )
+
+    def value(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for equation in jaxpr.eqns:
+        operands = [*map(value, equation.invars)]
+        if equation.primitive.name in ("jit", "pjit"):
+            results: Any = evaluated(equation.params["jaxpr"], *operands)
+        elif equation.primitive.name == "reshard":
+            results = operands
+        else:
+            params = {
+                key: None if isinstance(param, NamedSharding) else param
+                for key, param in equation.primitive.get_bind_params(equation.params).items()
+            }
+            operands = [jnp.asarray(a) if isinstance(a, np.generic) else a for a in operands]
+            results = equation.primitive.bind(*vary_alike(operands), **params)
+            results = results if equation.primitive.multiple_results else [results]
+        values |= zip(equation.outvars, results)
+    return [*map(value, jaxpr.outvars)]
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:

@@ -6,8 +6,8 @@ input instead of their output. One log line lists the norms that keep the packag
 norms that save their input.
 """
 
+import collections
 import copyreg
-import dataclasses
 import functools
 import inspect
 import logging
@@ -16,7 +16,6 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 import jax
@@ -26,28 +25,23 @@ from jaxnorm.operations import checks
 from jaxnorm.tools import check_params
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-#: The words of the log line for norms that save their input instead of their output.
-KEPT = 'keep their input, as with save="input"'
 
-
-def check(function: str, save: Save, implementation: Name | None) -> None:
-    """Raise ValueError if ``save`` or ``implementation`` of a conversion is wrong."""
-    checks.one_of(function, "save", save, checks.SAVE_MODES)
-    checks.implementation(function, implementation)
-
-
-def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def arguments_of[**P](
+    base: type, settings: Callable[..., None]
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Return a decorator that shows the arguments of `base` in the signature of an ``__init__``.
 
     The decorated ``__init__`` takes them as ``**fields`` and passes them on. `inspect.signature`
-    and ``help`` then list all of them, with the defaults of the installed version of the package.
+    and ``help`` then list all of them, with the defaults of the installed version of the package,
+    and the keyword arguments of `settings` and of the decorated ``__init__``.
     """
 
     def with_signature(init: Callable[P, None]) -> Callable[P, None]:
         shown = dict(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
         shown = {name: p for name, p in shown.items() if p.kind is not p.VAR_KEYWORD}
-        own = inspect.signature(init).parameters
-        shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
+        for function in (settings, init):
+            own = inspect.signature(function).parameters
+            shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
         vars(init)["__signature__"] = inspect.Signature([*shown.values()])
         return init
 
@@ -59,15 +53,19 @@ def are_known(parameters: Iterable[Any]) -> bool:
     return all(_values(parameter) is not None for parameter in parameters)
 
 
-def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
+def why_input(parameters: Collection[Any], y_dtype: Any = None) -> str | None:
     """Return the reason why a norm with these parameters must save its input, not its output.
 
     The result is None if the norm may save its output, or if the parameters' values are unknown.
 
     Args:
       parameters: scale and, if the norm has one, bias.
-      y_dtype: dtype of the norm's output.
+      y_dtype: dtype of the norm's output. None for the common dtype of the parameters.
     """
+    if y_dtype is None:
+        scale, *bias = parameters
+        y_dtype = checks.product_dtype(scale.dtype, (bias or [scale])[0].dtype)
+    y_dtype = jax.dtypes.canonicalize_dtype(y_dtype)
     values = [known for known in map(_values, parameters) if known is not None]
     if len(values) < len(parameters) or len({a.shape for a in values}) > 1:
         return None
@@ -96,111 +94,19 @@ def _values(parameter: Any) -> np.ndarray | None:
     return parameter if is_known else None
 
 
-def decided(
-    function: str,
-    norms: Mapping[str, Any],
-    classes: Mapping[type, type],
-    save: Save,
-    calls: "Calls",
-    why_left: Callable[[Any], str | None],
-    why_input: Callable[[Any], str | None],
-) -> dict[str, Save]:
-    """Choose which norms are converted, and return a dict from their paths to their `save` modes.
-
-    Log which norms are not converted.
-
-    Args:
-      function: name of the conversion, such as ``"nnx.convert"``.
-      norms: a dict from paths to norms, with all norms of a model.
-      classes: a dict from the package's norm classes to jaxnorm's.
-      save: the mode that the user requested. Norms that must save their input get "input" instead.
-      calls: the argument ``calls`` of the conversion. It has recorded to which modules it applies.
-        The log line also gets sentences about these modules.
-      why_left: function that takes a norm. It returns the reason why the norm is left to its
-        package, or None.
-      why_input: function that takes a norm. It returns the reason why the norm must save its input,
-        or None.
-    """
-    ours = tuple(classes.values())
-    theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, ours)}
-    left, kept, saves = dict[str, str](), dict[str, str](), dict[str, Save]()
-    for path in theirs:
-        if (why := why_left(theirs[path])) is not None:
-            left[path] = why
-            continue
-        if save == "output" and (why := why_input(theirs[path])) is not None:
-            kept[path] = why
-        saves[path] = "input" if path in kept else save
-    package = "equinox" if function.startswith("equinox") else "Flax"
-    own = [type(theirs[p]).__name__ for p in left if converted_as(type(theirs[p]), classes) is None]
-    log(function, len(theirs), {f"are left to {package}": left, KEPT: kept}, calls, own)
-    return saves
+# The fields that jaxnorm's norm modules have, and Flax's and equinox's do not have.
+SETTINGS = ("save", "implementation", "scale_offset")
 
 
-def why_subclass(norm: Any, bases: Collection[type], package: str) -> str | None:
-    """Return the reason why a norm whose class overrides code is not converted.
-
-    The result is None for other norms. `bases` are the norm classes of the package.
-    """
-    if converted_as(type(norm), bases) is not None:
-        return None
-    base = next(base for base in bases if isinstance(norm, base))
-    name = type(norm).__name__
-    return f"{name} is a subclass of {package}'s {base.__name__}, with code of its own"
+def settings_of(norm: Any) -> dict[str, Any]:
+    """Return the values of the fields `SETTINGS` of one of jaxnorm's norm modules."""
+    return {name: getattr(norm, name) for name in SETTINGS}
 
 
-def converted_as(kind: type, bases: Iterable[type]) -> type | None:
-    """Return the class in `bases` that decides how a module of class `kind` is converted, or None.
-
-    The result is `kind` itself if it is in `bases`. If `kind` is a subclass with an empty body, its
-    base class is examined in the same way. If `kind` overrides code, the result is None.
-    """
-    bases = set(bases)
-    while kind not in bases:
-        if len(kind.__bases__) != 1 or not _adds_nothing(kind):
-            return None
-        (kind,) = kind.__bases__
-    return kind
-
-
-def _adds_nothing(kind: type) -> bool:
-    """Return True if the body of a class is empty: it has only what its metaclass adds."""
-    (base,) = kind.__bases__
-    own = vars(kind).keys() - vars(_empty_subclass(base)).keys() - _OF_STATEMENTS
-    return not own and _fields(kind) == _fields(base)
-
-
-@functools.cache
-def _empty_subclass(base: type) -> type:
-    return type(base)(base.__name__, (base,), {"__module__": __name__})
-
-
-def _fields(kind: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)] if is_dataclass(kind) else []
-
-
-# Attributes that a class statement may set, even with an empty body. Annotations are not compared
-# here: an annotation in the body of a dataclass is a field.
-_OF_STATEMENTS = {
-    "__annotate__", "__annotate_func__", "__annotations__", "__annotations_cache__",
-    "__classdictcell__", "__doc__", "__firstlineno__", "__module__", "__qualname__",
-    "__static_attributes__",
-}  # fmt: skip
-
-
-class Calls:
-    """The argument ``calls`` of a conversion, and a record of the modules that it has affected.
+class Calls(dict[type, Callable[..., Any]]):
+    """The argument ``calls`` of a conversion: maps a class to what replaces its ``__call__``.
 
     Two objects are equal if they have the same functions for the same classes.
-
-    Attributes:
-      functions: maps a class to the function that replaces its ``__call__``.
-      applied: maps the path of each module whose ``__call__`` is replaced to the name of its class.
-      left: maps module paths to the reasons why these modules are not changed. The class of each
-        of these modules is a subclass of a class in `functions`, but is not itself in `functions`.
-      others: maps module paths to the names of the modules' classes. Such a class is defined by the
-        user, and its name ends in "norm". Neither this class nor a base class of it is in
-        `functions`.
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
@@ -215,8 +121,8 @@ class Calls:
         )
         if not (calls is None or isinstance(calls, Mapping)):
             raise TypeError(f"{function}: calls is a {type(calls).__name__}; {expected}")
-        self.functions: dict[type, Callable[..., Any]] = dict(calls or {})
-        for kind, replacement in self.functions.items():
+        super().__init__(calls or {})
+        for kind, replacement in self.items():
             if not isinstance(kind, type):
                 raise TypeError(f"{function}: calls has the key {kind!r}, not a class; {expected}")
             if not issubclass(kind, base):
@@ -229,77 +135,202 @@ class Calls:
                     f"{function}: calls[{kind.__name__}] is a {type(replacement).__name__}; "
                     "expected a function(module, *args, **kwargs)"
                 )
-        self.applied: dict[str, str] = {}
-        self.left: dict[str, str] = {}
-        self.others: dict[str, str] = {}
+        self._identities = frozenset((k, identity(f)) for k, f in self.items())
 
-        self._identities = frozenset((k, identity(f)) for k, f in self.functions.items())
-
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash(self._identities)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Calls) and self._identities == other._identities
 
-    def of(self, kind: type, path: str) -> Callable[..., Any] | None:
-        """Return the function that replaces the ``__call__`` of a module, or None.
 
-        `kind` is the module's class. The module's path is recorded if there is a function for this
-        class or for a base class of it.
+class Report:
+    """The checked arguments of a conversion, and a record of what it does with a model's modules.
+
+    `log` logs the record as one line.
+
+    Attributes:
+      save: the user's `save` mode.
+      calls: the user's functions.
+      kinds: classes of all modules.
+      norms: paths of the package's norms.
+      kept: maps norms that save their input instead of their output to reasons. The keys of this
+        dict and of the next ones are paths.
+      left: maps norms that keep the package's code to reasons.
+      unknown: maps norms whose parameters were not found in the values that the user has passed to
+        a text that says so.
+      applied: maps modules whose ``__call__`` is replaced by a function of ``calls`` to the names
+        of their classes.
+      subclasses: maps modules of subclasses of classes in ``calls``, which are not changed, to a
+        text that says so.
+      own: maps norms of the user's own subclasses of the package's norms, which are not converted,
+        to the names of the classes.
+      others: maps norms of the user's other classes to the names of the classes.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        base: type,
+        classes: Mapping[Any, type],
+        save: Save,
+        implementation: Name | None,
+        calls: Any,
+    ) -> None:
+        """Check the arguments of a conversion.
+
+        Args:
+          function: name of the conversion, such as "nnx.convert".
+          base: the base class of the package's modules.
+          classes: maps the norm classes of the package to jaxnorm's.
+          save, implementation, calls: the user's arguments.
         """
-        kind = _ORIGINAL.get(kind, kind)
-        if kind in self.functions:
+        library, _, name = function.partition(".")
+        checks.one_of(name, "save", save, checks.SAVE_MODES)
+        checks.implementation(name, implementation)
+        self.calls = Calls(name, calls, base, library)
+        self._function, self._classes = function, classes
+        self._package = "equinox" if library == "equinox" else "Flax"
+        self.save, self._implementation = save, implementation
+        self.kinds: set[type] = set()
+        self.norms: set[str] = set()
+        self.left, self.kept, self.unknown = dict[str, str](), dict[str, str](), dict[str, str]()
+        self.applied, self.subclasses = dict[str, str](), dict[str, str]()
+        self.own, self.others = dict[str, str](), dict[str, str]()
+
+    def function_of(self, kind: type, path: str) -> Callable[..., Any] | None:
+        """Record a module of class `kind`; return what replaces its ``__call__``, or None."""
+        kind = original(kind)
+        self.kinds.add(kind)
+        base = next((k for k in self.calls if issubclass(kind, k)), None)
+        if kind in self.calls:
             self.applied[path] = kind.__name__
-            return self.functions[kind]
-        base = next((k for k in self.functions if issubclass(kind, k)), None)
-        if base is not None and not kind.__module__.startswith("jaxnorm"):
-            self.left[path] = f"{kind.__name__} is a subclass of {base.__name__}, which calls has"
+        elif base is not None and not kind.__module__.startswith("jaxnorm"):
+            why = f"{kind.__name__} is a subclass of {base.__name__}, which calls has"
+            self.subclasses[path] = why
+        return self.calls.get(kind)
+
+    def converted_class(
+        self, module: Any, path: str, why_left: Callable[[Any], str | None]
+    ) -> type | None:
+        """Record a module if it is a norm of the package; return its new class, or None.
+
+        A subclass may override code, so its norms are left to the package, unless its body is
+        empty. `why_left` returns the reason to leave another norm, or None.
+        """
+        base = next((base for base in self._classes if isinstance(module, base)), None)
+        if base is None or isinstance(module, self._classes[base]) or path in self.subclasses:
+            return None
+        self.norms.add(path)
+        kind = type(module)
+        if all(map(_adds_nothing, kind.__mro__[: kind.__mro__.index(base)])):
+            why = why_left(module)
+        else:
+            self.own[path] = kind.__name__
+            why = f"{kind.__name__} is a subclass of {self._package}'s {base.__name__}, with code"
+            why += " of its own"
+        if why is None:
+            return self._classes[base]
+        self.left[path] = why
         return None
 
-    def has(self, path: str) -> bool:
-        """Return True if ``calls`` has a function for the module at this path.
+    def change(
+        self,
+        module: Any,
+        path: str,
+        why_left: Callable[[Any], str | None],
+        why_input: Callable[[Any], str | None],
+    ) -> tuple[type, dict[str, Any]] | None:
+        """Record a module of a model; return its new class and the fields to add to it.
 
-        The function may be for the module's class, or for a base class of it.
+        The result is None if the module is not changed. `why_input` returns the reason why a norm
+        must save its input, or None.
         """
-        return path in self.applied or path in self.left
+        function = self.function_of(type(module), path)
+        if function is not None:
+            return with_call(type(module), function), {}
+        kind = self.converted_class(module, path, why_left)
+        if kind is None:
+            return None
+        return kind, self.settings(path, why_input(module) if self.save == "output" else None)
+
+    def settings(self, path: str, why_input: str | None) -> dict[str, Any]:
+        """Return the fields `SETTINGS` of a converted norm; record it if it must save its input.
+
+        `why_input` is the reason why it must, or None.
+        """
+        if why_input is not None:
+            self.kept[path] = why_input
+        save = self.save if why_input is None else "input"
+        return dict(zip(SETTINGS, (save, self._implementation, 0.0)))
 
     def note(self, kind: type, path: str, parameters: Iterable[Any]) -> None:
-        """Record a module if it is a norm, and the user defines its class.
+        """Record a module without submodules if it is a norm, and the user defines its class.
 
         It is a norm if its class's name ends in "norm" and if its parameters are at most a vector
-        for each of several stacked layers. Call this function for modules without submodules only.
+        for each of several stacked layers.
         """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
-        is_named = is_own and kind.__name__.lower().endswith("norm")
-        if is_named and all(np.ndim(a) <= 2 for a in parameters):
+        is_new = path not in self.subclasses and not issubclass(kind, tuple(self._classes))
+        is_named = kind.__name__.lower().endswith("norm")
+        if is_own and is_new and is_named and all(np.ndim(a) <= 2 for a in parameters):
             self.others[path] = kind.__name__
 
-    def problems(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> list[str]:
-        """Return sentences about modules that are not changed, and about classes without modules.
+    def log(self, none: str) -> None:
+        """Log one line: a warning if a module was not converted, or must save its input.
 
-        Args:
-          left: names of norm classes that are not converted because they override code.
-          seen: full names of other classes whose modules occur in the model. A class in ``calls``
-            is reported as not found if no module of this class was recorded and its full name is
-            not in `seen`.
+        Without problems, nothing is logged, or a line of the level INFO about the modules that call
+        functions of ``calls``. `none` is the text for a model that has no norm of the package.
         """
-        found = {*seen, *self.applied.values()}
-        absent = [
-            kind.__name__
-            for kind in self.functions
-            if not found & {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-        ]
-        names = {name: [*self.others.values()].count(name) for name in self.others.values()}
-        to_convert = ", ".join(f"{n}: function" for n in dict.fromkeys((*left, *names)))
+        of = f"of {len(self.norms)} norms"
+        has_norms = any(issubclass(kind, tuple(self._classes)) for kind in self.kinds)
+        absent = [k.__name__ for k in self.calls if k not in self.kinds]
+        names = collections.Counter(self.others.values())
         counts = ", ".join(f"{name} ({count})" for name, count in names.items())
+        to_convert = [f"{n}: function" for n in dict.fromkeys((*self.own.values(), *names))]
+        lists = {
+            f"{of} are left to {self._package}": self.left,
+            f'{of} keep their input, as with save="input"': self.kept,
+            f"{of} were not looked at": self.unknown,
+            "modules are left as they are": self.subclasses,
+        }
         sentences = {
-            f"{len(self.left)} modules are left as they are: {listed(self.left)}": self.left,
+            f"{none}; norms of other classes can call jaxnorm.layer_norm and jaxnorm.rms_norm, by "
+            "calls={class: function}": not (has_norms or self.applied),
+            **{f"{len(paths)} {what}: {listed(paths)}": paths for what, paths in lists.items()},
             f"calls has classes that were not found: {', '.join(absent)}": absent,
             f"norms of other classes are left as they are: {counts}": names,
-            f"To convert such classes, pass calls={{{to_convert}}}": to_convert,
+            f"To convert such classes, pass calls={{{', '.join(to_convert)}}}": to_convert,
         }
-        return [sentence for sentence, applies in sentences.items() if applies]
+        said = [sentence for sentence, applies in sentences.items() if applies]
+        level = logging.WARNING if said else logging.INFO
+        if self.applied:
+            applied = f"{len(self.applied)} modules call functions of calls: {listed(self.applied)}"
+            said.insert(0, applied)
+        if said:
+            _LOGGER.log(level, "jaxnorm.%s: %s", self._function, ". ".join(said))
+
+
+def _adds_nothing(kind: type) -> bool:
+    """Return True if a class has one base class, and an empty body: neither methods nor fields."""
+    base, *others = kind.__bases__
+    empty = _empty_subclass(base)
+    names = vars(kind).keys() - vars(empty).keys()
+    fields, of_empty = (getattr(k, "__dataclass_fields__", {}).keys() for k in (kind, empty))
+    # Annotations that are no fields have no effect.
+    is_empty = fields == of_empty and all(name.startswith("__annot") for name in names)
+    return is_empty and not others
+
+
+@functools.cache
+def _empty_subclass(base: type) -> type:
+    """Return a class with an empty body. It has the attributes that Python and `base` add."""
+
+    class Empty(base):  # type: ignore[misc]
+        """A class with nothing but a docstring."""
+
+    return Empty
 
 
 def identity(function: Any) -> Any:
@@ -337,20 +368,25 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
     If `kind` is such a subclass itself, its base class is used instead. Equal arguments return the
     same class.
     """
-    kind = _ORIGINAL.get(kind, kind)
+    kind = original(kind)
     key = kind, identity(function)
     made = _WITH_CALLS.get(key)
     # Variables of the enclosing function may have changed since the class was made.
-    if made is None or identity(_FUNCTION[made]) != key[1]:
+    if made is None or identity(vars(made)[_MADE_OF][1]) != key[1]:
         contents = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return function(self, *args, **kwargs)
 
-        made = _metaclass(type(kind))(kind.__name__, (kind,), {**contents, "__call__": call})
-        _FUNCTION[made] = function
-        _WITH_CALLS[key], _ORIGINAL[made] = made, kind
+        contents |= {"__call__": call, _MADE_OF: (kind, function)}
+        made = _metaclass(type(kind))(kind.__name__, (kind,), contents)
+        _WITH_CALLS[key] = made
     return made
+
+
+def original(kind: type) -> type:
+    """Return the class from which `with_call` has derived `kind`; other classes are returned."""
+    return vars(kind).get(_MADE_OF, (kind,))[0]
 
 
 @functools.cache
@@ -367,44 +403,22 @@ def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     If its function cannot be pickled (a lambda, for example), the class is loaded as the class from
     which it was derived.
     """
-    kind, function = _ORIGINAL[made], _FUNCTION[made]
+    kind, function = vars(made)[_MADE_OF]
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError):
-        warn("a %s is pickled without its function of calls, %r", kind.__name__, function)
-        return _same, (kind,)
+        text = "a %s is pickled without its function of calls, %r"
+        _LOGGER.warning(text, kind.__name__, function)
+        return original, (kind,)
     return with_call, (kind, function)
 
 
-def _same(kind: type) -> type:
-    return kind
-
-
-# The classes that `with_call` has made. A key is the original class and the identity of the
-# function. A class refers to its function, and so to all objects whose id() is in the identity.
+# The name of an attribute of a class of `with_call`: the original class, and the function.
+_MADE_OF = "_jaxnorm_made_of"
+# A cache, so that equal models have equal classes, and `jax.jit` traces once. A key is the original
+# class and the identity of the function. A class refers to its function, and so to all objects
+# whose id() is in the identity.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, Any], type] = weakref.WeakValueDictionary()
-# Maps each of these classes to the class from which it was derived, and to its function.
-_ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
-_FUNCTION: weakref.WeakKeyDictionary[type, Callable[..., Any]] = weakref.WeakKeyDictionary()
-
-
-def warn_of_none(function: str, model: Any, norms: str, calls: Calls) -> None:
-    """Log a warning that a model has no norm of the package.
-
-    `norms` is a text with the names of the package's norm classes.
-    """
-    warn(
-        f"jaxnorm.{function}: %s has no {norms}; norms of other classes can call "
-        "jaxnorm.layer_norm and jaxnorm.rms_norm%s",
-        type(model).__name__,
-        "".join(f". {sentence}" for sentence in calls.problems()),
-    )
-
-
-def warn(text: str, *arguments: object) -> None:
-    """Log a warning with the logger ``"jaxnorm"``."""
-    _LOGGER.warning(text, *arguments)
-
 
 _LOGGER = logging.getLogger("jaxnorm")
 if _LOGGER.level == logging.NOTSET:
@@ -413,57 +427,19 @@ if _LOGGER.level == logging.NOTSET:
     _LOGGER.setLevel(logging.INFO)
 
 
-def log(
-    function: str,
-    seen: int,
-    outcomes: Mapping[str, Mapping[str, str]],
-    calls: Calls,
-    own: Iterable[str] = (),
-    found: Collection[str] = (),
-) -> None:
-    """Log one line about the modules that call functions of `calls`, and about all problems.
-
-    Problems are norms that were not converted, or that must save their input. Without the line, the
-    user would not notice that these norms are slower than intended, or that they save more. The
-    line is a warning if there are problems. Otherwise, it has the level INFO.
-
-    Args:
-      function: name of the conversion, such as ``"nnx.convert"``.
-      seen: number of all norms.
-      outcomes: a nested dict, ``{outcome: {path: reason}}``. An outcome is a text, such as "are
-        left to Flax". The inner dict has an entry for each norm with this outcome.
-      calls: the argument ``calls`` of the conversion.
-      own, found: the arguments of `Calls.problems`.
-    """
-    lists = {f"of {seen} norms {what}": norms for what, norms in outcomes.items()}
-    problems = [f"{len(norms)} {what}: {listed(norms)}" for what, norms in lists.items() if norms]
-    problems += calls.problems(own, found)
-    parts = problems
-    if calls.applied:
-        changed = f"{len(calls.applied)} modules call functions of calls: {listed(calls.applied)}"
-        parts = [changed, *problems]
-    if parts:
-        level = logging.WARNING if problems else logging.INFO
-        _LOGGER.log(level, "jaxnorm.%s: %s", function, ". ".join(parts))
-
-
 def listed(modules: Mapping[str, str]) -> str:
     """Return a text with the paths of modules, each with the reason why it is listed.
 
     Modules whose paths and reasons differ only in numbers share an entry, so that the text has one
     entry for each kind of module in a model of many layers.
     """
-    groups: dict[tuple[str, ...], dict[str, str]] = {}
-    for path, why in modules.items():
-        pattern = tuple(re.sub(r"\d+", "*", text) for text in (path, why))
-        groups.setdefault(pattern, {})[path] = why
+    groups = collections.defaultdict[tuple[str, ...], list[tuple[str, str]]](list)
+    for module in modules.items():
+        groups[tuple(re.sub(r"\d+", "*", text) for text in module)].append(module)
     entries = []
-    for (path, why), members in groups.items():
-        if len(members) == 1:
-            ((path, why),) = members.items()
-            entries.append(f"{path or 'the module itself'} ({why})")
-        else:
-            same = {*members.values()}
-            why = same.pop() if len(same) == 1 else why
-            entries.append(f"{path} ({why}, {len(members)} times)")
+    for pattern, members in groups.items():
+        same = ({*texts} for texts in zip(*members))
+        path, why = (t.pop() if len(t) == 1 else p for t, p in zip(same, pattern))
+        times = f", {len(members)} times" if len(members) > 1 else ""
+        entries.append(f"{path or 'the module itself'} ({why}{times})")
     return "; ".join(entries)

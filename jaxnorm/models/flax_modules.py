@@ -1,11 +1,11 @@
-"""Code that the linen and the nnx modules share. It imports neither linen nor nnx.
+"""Code that the linen and the nnx norm modules share. It does not import nnx.
 
 Import this module before Flax: if Flax is not installed, it raises an error with the command that
 installs it.
 """
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxnorm.models import conversion
 from jaxnorm.operations import checks
+from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.operations.norm_linear import rms_norm_linear
-from jaxnorm.operations.softmax import filled_softmax
-from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, NormActivation
 
 if importlib.util.find_spec("flax") is None:
     raise ImportError(
@@ -24,111 +24,120 @@ if importlib.util.find_spec("flax") is None:
         'install it, from a checkout of jaxnorm, with: pip install -e ".[flax]"'
     )
 
+from flax import linen as nn
+from flax.linen import dtypes
+
 Axes = int | Sequence[int]
 
 
-class Added(NamedTuple):
-    """The fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
-
-    save: Save
-    implementation: Name | None
-    scale_offset: float = 0.0
-
-
-def added(module: Any) -> Added:
-    """Return the values of a module's fields that Flax's norm modules do not have."""
-    return Added(module.save, module.implementation, module.scale_offset)
-
-
-def set_fields(module: Any, added: Added) -> None:
-    """Set the fields of a norm module that Flax's norm modules do not have."""
-    for name, value in added._asdict().items():
-        setattr(module, name, value)
-
-
-def given_to(function: str, save: Save, implementation: Name | None) -> Added:
-    """Check the arguments of a conversion; return the fields that its norms get from jaxnorm."""
-    conversion.check(function, save, implementation)
-    return Added(save, implementation)
-
-
-def shared_axes(
-    module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """Return the axes to normalise; None if the axes of the parameters differ from them."""
-    reduced, features = (
-        tuple(
-            sorted(
-                {
-                    checks.axes(module, a, shape)[0]
-                    for a in (axes if isinstance(axes, Sequence) else (axes,))
-                }
-            )
-        )
-        for axes in (reduction_axes, feature_axes)
-    )
-    return reduced if reduced == features else None
-
-
-class Groups(NamedTuple):
-    """The shape and the axes with which a GroupNorm is computed as a LayerNorm.
+class Place(NamedTuple):
+    """How the functions of jaxnorm compute a norm. They compute a GroupNorm as a LayerNorm.
 
     Attributes:
-      shape: x's shape, but the last axis (channels) is split into two: the groups, and the channels
-        of a group.
+      shape: shape to which x is reshaped. It is x's shape, but for a GroupNorm, the last axis
+        (channels) is split into two: the groups, and the channels of a group.
       axes: the axes of this shape that are normalised.
+      parameter: shape to which scale and bias are reshaped.
     """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
-
-    def of_parameter(self, parameter: Any) -> Any:
-        """Reshape a parameter (channels,) to (groups, 1, ..., 1, channels per group)."""
-        if parameter is None:
-            return None
-        *_, groups, size = self.shape
-        return jnp.reshape(parameter, (groups, *[1] * (len(self.axes) - 1), size))
+    parameter: tuple[int, ...]
 
 
-def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
-    """Return the `Groups` of a GroupNorm with `count` groups.
+def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
+    """Return the `Place` of a norm of an x of this shape.
 
-    The result is None if Flax would raise an error for the call.
+    The result is None for a call that must run Flax's code: if the axes of the parameters are not
+    those that are normalised, or if Flax raises an error for the groups.
     """
+    name = type(norm).__name__
+    if not is_group_norm(norm):
+        reduced, features = (
+            tuple(sorted({checks.axes(name, axis, shape)[0] for axis in each(axes)}))
+            for axes in (norm.reduction_axes, norm.feature_axes)
+        )
+        sizes = tuple(shape[axis] for axis in reduced)
+        return Place(shape, reduced, sizes) if reduced == features else None
     *others, channels = shape or (0,)
-    axes = module.reduction_axes
-    axes = (*range(1, len(others)), -1) if axes is None else axes
-    last = len(others)
-    reduced = checks.axes(type(module).__name__, axes, shape)
-    if count <= 0 or channels % count or reduced[-1] != last:
+    last, count, size = len(others), norm.num_groups, norm.group_size
+    if isinstance(norm, nn.GroupNorm) and size is not None:
+        # linen requires one of both. nnx sets the other one.
+        count = channels // size if count is None and size > 0 and channels % size == 0 else 0
+    axes = norm.reduction_axes
+    reduced = checks.axes(name, (*range(1, last), -1) if axes is None else axes, shape)
+    if count is None or count <= 0 or channels % count or reduced[-1] != last:
         return None
-    return Groups((*others, count, channels // count), (*reduced[:-1], last + 1))
+    size = channels // count
+    parameter = (count, *[1] * (len(reduced) - 1), size)
+    return Place((*others, count, size), (*reduced[:-1], last + 1), parameter)
 
 
-def options(
-    dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
-) -> dict[str, Any]:
-    """Return the keyword arguments with which a norm module calls jaxnorm's functions.
+def is_group_norm(norm: Any) -> bool:
+    """Return True for the GroupNorm of linen or nnx."""
+    return hasattr(norm, "num_groups")
+
+
+def each(axes: Axes) -> Sequence[int]:
+    """Return a sequence of axes."""
+    return axes if isinstance(axes, Sequence) else (axes,)
+
+
+def why_flax(norm: Any, seen: Iterable[Any], mask: Any = None) -> str | None:
+    """Return the reason why a norm runs Flax's code, or None.
+
+    Axes are not examined here. `seen` are the dtypes of its operands and results, or None.
+    """
+    names = [jnp.dtype(dtype).name for dtype in seen if dtype is not None]
+    reasons = {
+        "a mask": mask is not None,
+        f"axis_name={norm.axis_name!r}": norm.axis_name is not None,
+        "force_float32_reductions=False": not getattr(norm, "force_float32_reductions", True),
+        f"dtypes {', '.join(names)}": not {*names} <= {*FLOAT_DTYPES},
+    }
+    return next((why for why, applies in reasons.items() if applies), None)
+
+
+def result_dtype(dtype: Any, *operands: Any) -> np.dtype:
+    """Return the dtype of a module's result by Flax's rule.
+
+    It is the module's `dtype` or, if that is None, the common dtype of x and the parameters.
+    """
+    return jax.dtypes.canonicalize_dtype(dtypes.canonicalize_dtype(*operands, dtype=dtype))
+
+
+def normalised(
+    norm: Any,
+    place: Place,
+    x: Any,
+    residual: Any,
+    parameters: Mapping[str, Any],
+    dtype: np.dtype,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a norm module with jaxnorm's functions. Return y or, with a residual, (y, h).
 
     Args:
-      dtypes: the Python module `dtypes` of linen or of nnx. It has Flax's rule for the output's
-        dtype: the norm's dtype or, if that is None, the common dtype of the operands.
-      module: the norm module.
-      added: the module's fields that Flax's norm modules do not have.
-      axes: the axes to normalise.
-      operands: x and the parameters.
+      norm: a norm module of Flax or of jaxnorm.
+      place: what `place_of` returns for the module.
+      x, residual: the operands of the call.
+      parameters: the arguments ``scale`` and ``bias`` of the functions, if present.
+      dtype: dtype of y.
+      settings: the values of `conversion.SETTINGS`; by default, those of `norm`.
     """
-    dtype = dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
-    return {
-        "axis": axes,
-        "epsilon": module.epsilon,
-        "dtype": jax.dtypes.canonicalize_dtype(dtype),
-        **added._asdict(),
-    }
+    options = dict(settings or conversion.settings_of(norm))
+    options |= {"axis": place.axes, "epsilon": norm.epsilon, "dtype": dtype}
+    options |= {name: jnp.reshape(a, place.parameter) for name, a in parameters.items()}
+    if is_group_norm(norm):
+        options["activation"] = getattr(norm, "activation", None)
+    has_mean = hasattr(norm, "use_bias")  # RMSNorm has no bias.
+    if residual is not None:
+        return (add_layer_norm if has_mean else add_rms_norm)(x, residual, **options)
+    y = (layer_norm if has_mean else rms_norm)(jnp.reshape(x, place.shape), **options)
+    return jnp.reshape(y, jnp.shape(x))
 
 
 def norm_and_dense(
-    dtypes: Any,
     module: Any,
     parameters: Mapping[str, Any],
     x: Any,
@@ -141,9 +150,8 @@ def norm_and_dense(
     `module` has the fields of the norm. The matmul and its result have the same dtype as in Flax's
     Dense (linen) or Linear (nnx) after a norm.
     """
-    normalised = x if residual is None else residual
-    promoted = dtypes.canonicalize_dtype(normalised, *parameters.values(), dtype=dtype)
-    promoted = jax.dtypes.canonicalize_dtype(promoted)
+    normal = x if residual is None else residual
+    promoted = result_dtype(dtype, normal, *parameters.values())
     return rms_norm_linear(
         x,
         parameters["kernel"].astype(promoted),
@@ -158,180 +166,22 @@ def norm_and_dense(
     )
 
 
-def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
-    """Return ``norm(x)`` or, with a residual, (y, h). Flax's code computes the norm.
+def by_flax(module: Any, norm: Callable[[Any], Any], x: Any, residual: Any = None) -> Any:
+    """Return a norm's result y or, with a residual, (y, h). Flax's code `norm` computes the norm.
 
-    h = x + residual has the residual's dtype, and y is norm(h).
+    h = x + residual has the residual's dtype, and y is norm(h). An activation of the module is
+    applied to y. Flax's norms support no scale_offset: ValueError is raised if the module has one.
     """
-    if residual is None:
-        return norm(x)
-    dtype = jnp.result_type(residual)
-    h = (jnp.asarray(x) + residual).astype(dtype)
-    return norm(h), h
-
-
-def activated(module: Any, y: jax.Array) -> jax.Array:
-    """Apply the activation of jaxnorm's GroupNorm `module` to y, the result of Flax's code."""
-    valid = (None, *get_args(NormActivation))
-    checks.one_of(type(module).__name__, "activation", module.activation, valid)
-    return y if module.activation is None else getattr(jax.nn, module.activation)(y)
-
-
-def no_offset(module: Any) -> None:
-    """Raise ValueError if a module whose call is left to Flax's code has a scale_offset.
-
-    Flax's norms do not support it.
-    """
+    name = type(module).__name__
     if module.scale_offset:
-        name = type(module).__name__
         raise ValueError(
             f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
             f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
             "Flax, or add the offset to the parameter"
         )
-
-
-# --------------------------------------------------------------------------------------- attention
-
-
-#: A function that applies dropout to attention weights, given the dtype of the computation.
-Dropout = Callable[[jax.Array, np.dtype], jax.Array]
-
-
-def dropout(
-    rng: jax.Array | None, rate: float, broadcast: bool, deterministic: bool
-) -> Dropout | None:
-    """Check Flax's four dropout arguments. Return a `Dropout`, or None for no dropout.
-
-    With `broadcast`, all batch elements and heads share one mask.
-    """
-    if deterministic or rate == 0.0:
-        return None
-    if not 0.0 < rate < 1.0:
-        raise ValueError(f"dot_product_attention: dropout_rate={rate!r}; expected 0 <= rate < 1")
-    if rng is None:
-        raise ValueError(
-            "dot_product_attention: dropout_rate > 0 and deterministic=False need a dropout_rng"
-        )
-
-    def dropped(weights: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Multiply each weight by 0 or by 1 / (1 - rate), which is rounded to `dtype`."""
-        batch = (1,) * (weights.ndim - 2) if broadcast else weights.shape[:-2]
-        keep = jax.random.bernoulli(rng, 1.0 - rate, batch + weights.shape[-2:])
-        return weights * (keep.astype(dtype) / jnp.asarray(1.0 - rate, dtype=dtype))
-
-    return dropped
-
-
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    *,
-    weigh: Callable[..., jax.Array],
-    einsum: Callable[..., jax.Array],
-    sow: Callable[[jax.Array], object] | None,
-    dropout: Dropout | None,
-) -> jax.Array:
-    """Return dot-product attention over ``(batch..., length, heads, depth)``.
-
-    Args:
-      query, key, value: arrays of the same dtype, whose shapes `check_shapes` has accepted.
-      bias, mask: arrays that broadcast to ``(batch..., heads, q_length, kv_length)``, or None.
-      weigh: function of query, key, bias and mask that returns the attention weights.
-      einsum: function with the arguments of `jnp.einsum`, for the matmul of weights and values.
-      sow: function that is called with the weights before dropout, or None.
-      dropout: dropout of the weights, or None.
-    """
-    weights = weigh(query, key, bias, mask)
-    if sow is not None:
-        sow(weights)
-    if dropout is not None:
-        weights = dropout(weights, query.dtype)
-    heads, groups = query.shape[-2], value.shape[-2]
-    if heads == groups:
-        return einsum("...hqk,...khd->...qhd", weights, value)
-    # In grouped-query attention, several heads of the query share a head of the values.
-    batch, lengths = weights.shape[:-3], weights.shape[-2:]
-    split = weights.reshape(*batch, groups, heads // groups, *lengths)
-    out = einsum("...hgqk,...khd->...qhgd", split, value)
-    return out.reshape(*out.shape[:-3], heads, out.shape[-1])
-
-
-def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """Raise ValueError unless the shapes fit together; numbers of heads are not checked here."""
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    expected = "(batch..., length, heads, depth)"
-    if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected three arrays {expected} of equal rank"
-        )
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"dot_product_attention: got {shapes}; expected equal batch axes")
-    if key.shape[-3] != value.shape[-3]:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected key and value of equal length (axis -3)"
-        )
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"dot_product_attention: got {shapes}; expected query and key of equal depth (axis -1)"
-        )
-
-
-def masked_softmax(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    *,
-    fill: float,
-    dtype: np.dtype,
-) -> jax.Array:
-    """Return the softmax of logits ``(batch..., heads, q_length, kv_length)`` over the last axis.
-
-    `bias` is added to the logits, and `fill` replaces logits where `mask` is False. The result has
-    the dtype `dtype`. Plain JAX computes it for inputs that kernels do not support: complex and
-    8-bit logits, an integer bias, and a bias or a mask that is larger than the logits.
-    """
-    supported = is_supported(logits.dtype, dtype)
-    if bias is not None and not (supported and fits(bias, logits.shape, FLOAT_DTYPES)):
-        logits, bias = logits + bias, None
-        supported = is_supported(logits.dtype, dtype)
-    if mask is not None and not (supported and fits(mask, logits.shape)):
-        logits, mask = jnp.where(mask, logits, fill), None
-    if not supported:
-        wide = jnp.promote_types(logits.dtype, dtype)
-        return jax.nn.softmax(logits.astype(wide)).astype(dtype)
-    where = None if mask is None else jnp.asarray(mask, bool)
-    return filled_softmax(logits, where, bias, fill=fill, dtype=dtype)
-
-
-def is_supported(*dtypes: jax.typing.DTypeLike) -> bool:
-    """Return True if all of the dtypes are supported by jaxnorm's functions."""
-    return all(np.dtype(dtype).name in FLOAT_DTYPES for dtype in dtypes)
-
-
-def fits(
-    a: jax.Array | None, shape: tuple[int, ...], dtypes: Collection[str] | None = None
-) -> bool:
-    """Return True if `a` is None, or broadcasts to `shape` and has one of `dtypes`.
-
-    If `dtypes` is None, any dtype is allowed.
-    """
-    return a is None or (
-        jnp.broadcast_shapes(a.shape, shape) == shape and (dtypes is None or a.dtype.name in dtypes)
-    )
-
-
-def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
-    """Raise ValueError unless the head count of `other` divides the head count of query.
-
-    `other` is the key or the value; `name` is its name in the error.
-    """
-    heads, shared = query.shape[-2], other.shape[-2]
-    if heads % shared:
-        raise ValueError(
-            f"dot_product_attention: query has {heads} heads and {name} {shared}; "
-            f"expected query's heads to be a multiple of {name}'s"
-        )
+    if residual is not None:
+        h = (jnp.asarray(x) + residual).astype(jnp.result_type(residual))
+        return norm(h), h
+    y, activation = norm(x), getattr(module, "activation", None)
+    checks.one_of(name, "activation", activation, (None, *get_args(NormActivation)))
+    return y if activation is None else getattr(jax.nn, activation)(y)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxnorm.models import flax_modules
+from jaxnorm.models import attention
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.softmax import attention_weights, logits_of
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-# The value that replaces masked logits. jax.nn.dot_product_attention uses the same value, also for
+# The value that replaces masked logits. jax.nn.dot_product_attention uses the same value, even for
 # float64 logits.
 _FILL = 0.7 * float(jnp.finfo(jnp.float32).min)
 
@@ -80,53 +80,35 @@ def dot_product_attention(
       (2, 16, 64)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    flax_modules.check_shapes(query, key, value)
-    flax_modules.check_heads(query, key, "key")
-    flax_modules.check_heads(query, value, "value")
-    return flax_modules.attend(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        weigh=functools.partial(_weigh, precision, is_causal),
-        einsum=functools.partial(jnp.einsum, precision=precision),
-        sow=module and functools.partial(module.sow, nnx.Intermediate, "attention_weights"),
-        dropout=flax_modules.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
-    )
-
-
-def _weigh(
-    precision: Any,
-    is_causal: bool,
-    query: jax.Array,
-    key: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-) -> jax.Array:
-    scale, fill, dtype = query.shape[-1] ** -0.5, _FILL, query.dtype
+    attention.check_shapes(query, key, value, groups=True)
+    scale, dtype = query.shape[-1] ** -0.5, query.dtype
     lengths = query.shape[-3], key.shape[-3]
     # If there is no other mask than the causal one, each query has an unmasked key. Then a fill of
     # -inf gives the same weights as `_FILL`, and kernels can skip masked entries.
-    only_causal = is_causal and bias is None and mask is None
-    if is_causal and not (only_causal and flax_modules.is_supported(dtype)):
+    is_supported = attention.is_supported(dtype)
+    only_causal = is_causal and bias is None and mask is None and is_supported
+    if is_causal and not only_causal:
         causal = jnp.tril(jnp.ones(lengths, bool))
-        mask, only_causal = causal if mask is None else jnp.logical_and(mask, causal), False
+        mask = causal if mask is None else jnp.logical_and(mask, causal)
     shape = (*query.shape[:-3], query.shape[-2], *lengths)
-    if (
-        flax_modules.is_supported(dtype)
-        and flax_modules.fits(bias, shape, FLOAT_DTYPES)
-        and flax_modules.fits(mask, shape)
-    ):
-        return attention_weights(
+    if is_supported and attention.fits(bias, shape, FLOAT_DTYPES) and attention.fits(mask, shape):
+        weights = attention_weights(
             query,
             key,
             None if mask is None else jnp.asarray(mask, bool),
             bias,
             scale=scale,
-            fill=-math.inf if only_causal else fill,
+            fill=-math.inf if only_causal else _FILL,
             causal=only_causal,
             precision=precision,
         )
-    logits = logits_of(precision, query, key) * scale
-    return flax_modules.masked_softmax(logits, bias, mask, fill=fill, dtype=dtype)
+    else:
+        logits = logits_of(precision, query, key) * scale
+        weights = attention.masked_softmax(logits, bias, mask, fill=_FILL, dtype=dtype)
+    return attention.attend(
+        weights,
+        value,
+        (dropout_rng, dropout_rate, broadcast_dropout, deterministic),
+        einsum=functools.partial(jnp.einsum, precision=precision),
+        sow=module and functools.partial(module.sow, nnx.Intermediate, "attention_weights"),
+    )

@@ -413,7 +413,7 @@ def not_one_hot(
     if len(axes) > 1:
         fix = f"jnp.argmax of labels with their axes {axes} reshaped to one"
     raise ValueError(
-        f"{function}: labels have shape {shape}, that of the logits, as one-hot labels have; "
+        f"{function}: labels have the shape {shape} of the logits, as one-hot labels have; "
         f"expected {expected}, the number of a class for each position; convert them, e.g. {fix}"
     )
 
@@ -480,8 +480,8 @@ def matrix(function: str, name: str, view: RowView) -> None:
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
             f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
-            "the last axis, of two or more: column j of row i takes part where j <= i; pass where= "
-            "for another mask"
+            "the last axis, of two or more axes: row i uses the columns j <= i; pass where= for "
+            "another mask"
         )
 
 
@@ -530,7 +530,7 @@ def finite_in(
 ) -> None:
     """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
-    Unless `underflow` is True, raise it also for numbers other than 0 that are 0 after the cast.
+    Unless `underflow` is True, also raise it for numbers other than 0 that are 0 after the cast.
     `dtype` is the dtype of the arithmetic. `numbers` maps the names of options to their values.
     """
     for name, value in numbers.items():
@@ -541,7 +541,7 @@ def finite_in(
             least = "" if underflow else f"from {info.smallest_subnormal:.2g} "
             raise ValueError(
                 f"{function}: {name}={value!r} is {rounded} in {dtype.name}, the dtype of the "
-                f"arithmetic; expected a size {least}up to {info.max:.2g}, or float64 arrays"
+                f"arithmetic; expected a magnitude {least}up to {info.max:.2g}, or float64 arrays"
             )
 
 

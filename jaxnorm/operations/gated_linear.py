@@ -254,13 +254,13 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
         if not isinstance(h, jax.typing.ArrayLike) or jnp.iscomplexobj(h):
             raise TypeError(
                 f"{function}: activation returned {_given(h)}; expected an array of real numbers, "
-                "of each element of an array one"
+                "one for each element of its argument"
             )
         h = jnp.asarray(h)
         if h.shape != x.shape:
             raise ValueError(
                 f"{function}: activation returned shape {h.shape} of an array of shape {x.shape}; "
-                "expected its shape: a function of each element by itself"
+                "expected its shape: a function that maps each element to one number"
             )
         return functools.reduce(jnp.multiply, [a.astype(wide) for a in (h, *up)])
 
@@ -279,7 +279,7 @@ def _by_function(
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(
             f"{function}: product returned {_given(y)}; expected an array of floating-point "
-            "numbers, y of (h, weight)"
+            "numbers, the result of h @ weight"
         )
     return y
 
@@ -313,7 +313,7 @@ def _shardings(
         if layout.cols:
             raise ValueError(
                 f"{function}: the mesh axes {layout.cols} split the last axis of the product's "
-                f"first factor, of shape {x.shape}, over which it adds up, and out_sharding=None; "
+                f"first factor, of shape {x.shape}, over which it sums, and out_sharding=None; "
                 "expected how the sums lie: give out_sharding=, e.g. "
                 f"{layout.spec('z')}"
             )
@@ -342,7 +342,7 @@ def _weights(
         if not (isinstance(leaf, jax.typing.ArrayLike) or hasattr(leaf, "__jax_array__")):
             raise TypeError(
                 f"{function}: weight has a {type(leaf).__name__}; expected an array, or a tree of "
-                "arrays; let product close over what is none"
+                "arrays; let product close over other values"
             )
     return [checks.any_array(function, "weight", leaf) for leaf in leaves], tree
 

@@ -1,28 +1,14 @@
-"""The functions that compute losses of a linear layer's outputs without storing all logits.
+"""The functions that compute named losses of a linear layer's outputs without storing all logits.
 
-The function `fun` that the user passes to `linear_loss` computes the results of one position from
-its logits. It is traced once, and the arrays that it closes over become operands. A pass runs it
-under `jax.vmap` on the logits of one chunk of rows. If `fun` passes the logits to a jaxnorm loss,
-and to nothing else, a chunk takes the same steps as in the function that is made for this loss,
-such as `linear_softmax_cross_entropy`::
-
-    logits = x @ W + b                            for one chunk of rows
-    z      = logits, or the results of the loss
-    y      = fun(z, *rows)
-    dz, drows, dshared = vjp(fun)(dy)             dshared: gradients of what `fun` closes over
-    dlogits = dz, or the gradient of the loss     in the dtype of the matmul
+`linear_loss_any` has the loss of any function. All of them share `layer_of`, which checks the
+operands of the matmul, and `bound`, which binds the primitives.
 """
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr  # type: ignore[attr-defined]
 
-from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks, linear_loss_primitive, scales
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
@@ -32,7 +18,7 @@ from jaxnorm.operations.linear_loss_call import (
     LinearLossCall,
     Program,
     Reduction,
-    chunk_rows,
+    chunks_of,
     is_inexact,
     loss_of_rows,
     matmul_dtypes,
@@ -159,17 +145,10 @@ def linear_softmax_cross_entropy(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    layer = _layer(NAME, x, weight, bias, dtype)
-    return _of_loss(
-        NAME,
-        layer,
-        {"labels": labels},
-        (where, logits_scale, reduction, chunk),
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        logit_softcap=logit_softcap,
-        implementation=implementation,
-    )[0]
+    layer, others = layer_of(NAME, x, weight, bias, dtype), (where, logits_scale, reduction, chunk)
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    options |= {"logit_softcap": logit_softcap, "implementation": implementation}
+    return _of_loss(NAME, layer, {"labels": labels}, others, **options)[0]
 
 
 _LOG_PROB: Function = "linear_log_prob_and_entropy"
@@ -262,9 +241,11 @@ def linear_log_prob_and_entropy(
       >>> log_prob.shape, log_prob.dtype.name, round(float(entropy[0, 0]), 2)
       ((4, 128), 'float32', 6.91)
     """
-    layer = _layer(_LOG_PROB, x, weight, bias, dtype)
+    layer, others = (
+        layer_of(_LOG_PROB, x, weight, bias, dtype),
+        (where, logits_scale, "none", chunk),
+    )
     options: dict[str, Any] = {"logit_softcap": logit_softcap, "implementation": implementation}
-    others = where, logits_scale, "none", chunk
     log_prob, entropy = _of_loss(_LOG_PROB, layer, {"labels": labels}, others, **options)
     return log_prob, entropy
 
@@ -370,8 +351,8 @@ def linear_kl_divergence(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    layer = _layer(_KL, x, weight, bias, dtype)
-    teacher, dtypes = _layer(_KL, teacher_x, teacher_weight, teacher_bias, dtype, of="teacher_")
+    layer = layer_of(_KL, x, weight, bias, dtype)
+    teacher, dtypes = layer_of(_KL, teacher_x, teacher_weight, teacher_bias, dtype, of="teacher_")
     (*positions, _), (*given, e) = layer[0]["x"].shape, teacher["teacher_x"].shape
     if given != positions:
         why = f"the positions of x {layer[0]['x'].shape} by its own number of features"
@@ -383,269 +364,42 @@ def linear_kl_divergence(
             f"classes of weight {of_weight}; slice the weight with more classes, or pad the other "
             "one and its bias"
         )
-    return _of_loss(
-        _KL,
-        layer,
-        jax.lax.stop_gradient(teacher),
-        (where, logits_scale, reduction, chunk),
-        dtypes,
-        logit_softcap=logit_softcap,
-        teacher_softcap=teacher_logit_softcap,
-        reverse=reverse,
-        implementation=implementation,
-    )[0]
-
-
-_ANY = "jaxnorm.linear_loss"
-# The name of a function in errors, if it differs from the name in programs.
-_NAMES: dict[Function, str] = {"linear_loss": _ANY}
-
-
-def linear_loss(
-    fun: Callable[..., Any],
-    x: ArrayLike,
-    weight: ArrayLike,
-    *rows: Any,
-    bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    reduction: Reduction = "mean",
-    chunk: int | None = None,
-    dtype: DTypeLike | None = None,
-) -> Any:
-    r"""Any loss of the logits ``x @ weight + bias``, without storing all logits.
-
-    The function ``fun(logits, *row)`` computes the loss of one position from its logits, an array
-    of shape (V,), and from the position's part of each of ``rows``. It runs under `jax.vmap` on the
-    logits of one chunk of positions at a time. If ``fun`` calls a loss of jaxnorm, such as
-    :func:`log_prob_and_entropy`, its kernel runs on the chunk. If it passes the logits to this loss
-    only, the call takes as much memory as the linear loss that is made for it.
-
-    With ``reduction="mean"`` or ``"sum"``, one loop over the chunks computes the loss and, if it is
-    differentiated, all gradients. This takes three matmuls. ``"none"`` takes four, because the
-    backward pass recomputes the logits. A call that is not differentiated takes one.
-
-    Args:
-      fun: function of one position's logits, and of one position's part of each of ``rows``. The
-        logits are float32 (float64 for float64 matmuls), without rounding. For ``"mean"`` and
-        ``"sum"``, it returns a scalar; for ``"none"``, any pytree of arrays. It may close over
-        arrays.
-      x: array (..., d) with any number of positions; bfloat16, float16, float32 or float64.
-      weight: array (d, V); any of these dtypes.
-      rows: pytrees of arrays whose leading axes are the positions, the axes of x without the last.
-        Arrays of labels, advantages, or a teacher's hidden states are examples.
-      bias: array (V,), any of these dtypes; or None.
-      where: None, or a boolean mask of positions, or float weights of positions (which have no
-        gradient). It has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it is
-        False or 0, x and rows are ignored, even if they are NaN, and their gradients are 0.
-      reduction: ``"mean"``: ``sum(where * loss) / sum(where)``, or 0 if the denominator is 0;
-        ``"sum"``: ``sum(where * loss)``; or ``"none"``: the results of all positions. Floats are
-        multiplied by ``where``. Integers and booleans are 0 or False where ``where`` is 0.
-      chunk: number of positions in a chunk, at least 1; on a mesh, this counts the positions of one
-        device. None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does for float32
-        logits. If ``fun`` uses the logits in plain JAX, a chunk has half as many positions, because
-        the gradient of the logits is float32 as well.
-      dtype: dtype to which x and weight are cast if they promote to a wider dtype. For example,
-        ``jnp.bfloat16`` rounds a float32 weight, so that the matmuls run in bfloat16. With None,
-        they are cast to the dtype to which they promote.
-
-    Returns:
-      For ``"mean"`` and ``"sum"``, a scalar: float32, or float64 if the logits or the results of
-      ``fun`` are float64. For ``"none"``, the pytree of ``fun``, with the axes of the positions in
-      front of each array's own axes.
-
-    Differentiable with respect to x, weight, bias, floats in ``rows``, and floats that ``fun``
-    closes over, in reverse and forward mode, to any order; gradients have the dtypes of their
-    arguments. The gradient of a chunk's logits is rounded to the matmuls' dtype. The gradients of
-    weight, bias and closed-over arrays are summed over the chunks in float32. The forward pass of a
-    mean or a sum saves only the gradients, as in :func:`linear_softmax_cross_entropy`. With
-    ``"none"``, it saves its operands. If a `jax.vmap` batches weight or an array that ``fun``
-    closes over, the elements of the batch are computed one after another; pass an array as one of
-    ``rows`` to compute them together.
-
-    On a mesh, the positions and d may be sharded, as in :func:`linear_softmax_cross_entropy`. A
-    weight that is sharded along d or V is gathered once, before the loop, and its gradient is
-    reduced over the devices once, after the loop. Arrays that ``fun`` closes over are replicated.
-
-    Outside of `jax.jit`, each call traces and compiles ``fun`` again.
-
-    Raises:
-      TypeError: ``fun`` is not callable, the dtype of x, weight or bias, or ``dtype``, is not a
-        supported float dtype, ``where`` has an integer dtype, ``rows`` or ``fun``'s result have
-        complex numbers, or ``chunk`` is not an integer.
-      ValueError: the shape of an array or of ``fun``'s result, ``reduction`` or ``chunk`` is wrong,
-        or ``fun`` has side effects, such as `jax.debug.print`.
-
-    Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
-    computation of gradients in the forward pass's loop over chunks.
-
-    Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jaxnorm
-      >>> x, weight = jnp.ones((4, 128, 64)), jnp.zeros((64, 1000))
-      >>> labels = jnp.zeros((4, 128), jnp.int32)
-      >>> def focal(logits, label):
-      ...     loss = jaxnorm.softmax_cross_entropy_with_integer_labels(logits, label)
-      ...     return -jnp.expm1(-loss) ** 2 * loss
-      >>> gradient = jax.grad(jaxnorm.linear_loss, argnums=(1, 2))
-      >>> dx, dweight = gradient(focal, x, weight, labels, where=labels != -100)
-      >>> dx.shape, dweight.shape
-      ((4, 128, 64), (64, 1000))
-    """
-    if not callable(fun):
-        raise TypeError(
-            f"{_ANY}: fun has type {type(fun).__name__}; expected a function of one position's "
-            "logits, e.g. lambda logits, label: jax.nn.logsumexp(logits) - logits[label]"
-        )
-    checks.one_of(_ANY, "reduction", reduction, get_args(Reduction))
-    layer = _layer("linear_loss", x, weight, bias, dtype)
-    positions, classes = layer[0]["x"].shape[:-1], layer[0]["weight"].shape[1:]
-    view = RowView.of((*positions, *classes), (len(positions),))
-    wide = checks.arithmetic_dtype(*layer[1])
-    _, weights = masks(_ANY, where, view, wide, "the positions'", takes_classes=False)
-    leaves, tree = jax.tree.flatten(rows)
-    leaves = [*map(functools.partial(_row, positions), leaves)]
-    logits = jax.ShapeDtypeStruct(classes, layer[1][1])
-    program, shared, results = _traced(fun, logits, leaves, tree, len(positions), reduction)
-    others = {"where": weights} | {f"row{i}": a for i, a in enumerate(leaves)}
-    others |= {f"shared{i}": a for i, a in enumerate(shared)}
-    outputs = _bound("linear_loss", layer, program, others, reduction, chunk)
-    return outputs[0] if reduction != "none" else jax.tree.unflatten(results, outputs)
-
-
-def _row(positions: tuple[int, ...], leaf: Any) -> jax.Array:
-    """Convert an array of ``rows``, and check that its leading axes are the positions."""
-    array = (
-        leaf if isinstance(leaf, jax.Array) else checks.any_array(_ANY, "an array in rows", leaf)
-    )
-    if array.shape[: len(positions)] != positions:
-        raise ValueError(
-            f"{_ANY}: an array in rows has shape {array.shape}; expected leading axes {positions}, "
-            "the shape of x without its last axis; if all positions share the array, let fun close "
-            "over it"
-        )
-    _refuse_complex("an array in rows", array)
-    return array
-
-
-def _refuse_complex(name: str, array: Any) -> None:
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{_ANY}: {name} has dtype {array.dtype}; expected real numbers; split it into "
-            "its real and its imaginary part"
-        )
-
-
-def _traced(
-    fun: Callable[..., Any],
-    logits: Any,
-    leaves: Sequence[jax.Array],
-    tree: Any,
-    lead: int,
-    reduction: Reduction,
-) -> tuple[Program, list[jax.Array], Any]:
-    """Trace `fun` for one position. Return the program, what `fun` closes over, and its tree."""
-    trees = []
-
-    def run(logits: jax.Array, *leaves: Any) -> list[jax.Array]:
-        results, result_tree = jax.tree.flatten(fun(logits, *jax.tree.unflatten(tree, leaves)))
-        trees.append(result_tree)
-        results = [checks.any_array(_ANY, "fun's result", y) for y in results]
-        shapes = [y.shape for y in results]
-        if reduction != "none" and shapes != [()]:
-            given = (
-                f"an array of shape {shapes[0]}" if len(shapes) == 1 else f"{len(shapes)} arrays"
-            )
-            raise ValueError(
-                f"{_ANY}: fun returns {given}; expected a scalar, the loss of one position, for "
-                f'reduction="{reduction}"; pass reduction="none" for other results'
-            )
-        if not results:
-            raise ValueError(f"{_ANY}: fun returns no array; expected a pytree of arrays")
-        for y in results:
-            _refuse_complex("fun's result", y)
-        if reduction != "none":
-            results = [y.astype(checks.arithmetic_dtype(logits.dtype, y.dtype)) for y in results]
-        return results
-
-    types = [jax.ShapeDtypeStruct(a.shape[lead:], a.dtype) for a in leaves]
-    # Trace without a mesh: types of one position with a mesh would be wrong on a shard.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        traced = jax.make_jaxpr(run)(logits, *types)
-    jaxpr = traced.jaxpr
-    effects = {type(effect).__name__ for effect in jaxpr.effects} - {"NamedAxisEffect"}
-    if effects:
-        raise ValueError(
-            f"{_ANY}: fun has side effects ({', '.join(sorted(effects))}); expected a function "
-            'without any; return the array with reduction="none", and print it after the call'
-        )
-    shared = [*map(jnp.asarray, traced.consts)]
-    for array in shared:
-        _refuse_complex("an array that fun closes over", array)
-    return _program(jaxpr), shared, trees[0]
-
-
-def _program(jaxpr: Any) -> Program:
-    """Return the program of a traced function, in which a jaxnorm loss may take the logits."""
-    logits, others = jaxpr.invars[0], [*jaxpr.invars[1:], *jaxpr.constvars]
-
-    def of(invars: Sequence[Any], outvars: Sequence[Any], equations: Sequence[Any]) -> ClosedJaxpr:
-        changes = {"constvars": [], "invars": [*invars], "outvars": [*outvars]}
-        return ClosedJaxpr(jaxpr.replace(eqns=[*equations], **changes), [])
-
-    def takes(equation: Any) -> bool:
-        return any(v is logits for v in equation.invars)
-
-    users = [i for i, equation in enumerate(jaxpr.eqns) if takes(equation)]
-    if len(users) == 1 and not any(v is logits for v in jaxpr.outvars):
-        at = users[0]
-        equation = jaxpr.eqns[at]
-        call, first = equation.params.get("call"), equation.invars[0]
-        is_one = sum(v is logits for v in equation.invars) == 1 and first is logits
-        if is_one and isinstance(call, Call) and call.spec.is_loss and call.direction == "fwd":
-            return Program(
-                call.replaced(primitives=call.primitives or call.function),
-                of(others, equation.invars[1:], jaxpr.eqns[:at]),
-                of(
-                    [*equation.outvars, *others],
-                    jaxpr.outvars,
-                    [*jaxpr.eqns[:at], *jaxpr.eqns[at + 1 :]],
-                ),
-            )
-    return Program(after=of([logits, *others], jaxpr.outvars, jaxpr.eqns))
+    others = where, logits_scale, reduction, chunk
+    options: dict[str, Any] = {"logit_softcap": logit_softcap, "implementation": implementation}
+    options |= {"teacher_softcap": teacher_logit_softcap, "reverse": reverse}
+    return _of_loss(_KL, layer, jax.lax.stop_gradient(teacher), others, dtypes, **options)[0]
 
 
 #: The operands of a linear layer, and the dtypes of its matmul: of the operands, and of the logits.
-_Layer = tuple[dict[str, jax.Array], tuple[np.dtype, np.dtype]]
+Layer = tuple[dict[str, jax.Array], tuple[np.dtype, np.dtype]]
 
 
-def _layer(
+def layer_of(
     function: Function, x: Any, weight: Any, bias: Any, dtype: DTypeLike | None, of: str = ""
-) -> _Layer:
+) -> Layer:
     """Check the operands of a linear layer. `of` is a prefix of their names, such as "teacher_"."""
-    name = _NAMES.get(function, function)
-    x = checks.float_array(name, f"{of}x", x)
-    weight = checks.float_array(name, f"{of}weight", weight)
-    checks.features(name, f"{of}x", x.shape, "d")
+    x = checks.float_array(function, f"{of}x", x)
+    weight = checks.float_array(function, f"{of}weight", weight)
+    checks.features(function, f"{of}x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise ValueError(
-            f"{name}: {of}x has shape {x.shape} and {of}weight {weight.shape}; expected sizes "
+            f"{function}: {of}x has shape {x.shape} and {of}weight {weight.shape}; expected sizes "
             "that are numbers, because chunks of rows are cut when the call is traced; export one "
             "program for each size"
         )
-    checks.weight(name, weight.shape, x.shape, of=f"{of}x", classes=True)
+    checks.weight(function, weight.shape, x.shape, of=f"{of}x", classes=True)
     arrays = {f"{of}x": x, f"{of}weight": weight}
     if bias is not None:
-        arrays[f"{of}bias"] = bias = checks.float_array(name, f"{of}bias", bias)
+        arrays[f"{of}bias"] = bias = checks.float_array(function, f"{of}bias", bias)
         why = f"a number for each class of {of}weight {weight.shape}"
-        checks.same_shape(name, f"{of}bias", bias.shape, weight.shape[1:], why)
-    asked = None if dtype is None else checks.dtype(name, "dtype", dtype)
+        checks.same_shape(function, f"{of}bias", bias.shape, weight.shape[1:], why)
+    asked = None if dtype is None else checks.dtype(function, "dtype", dtype)
     return arrays, matmul_dtypes(function, asked, x.dtype, weight.dtype)
 
 
 def _of_loss(
     function: Function,
-    layer: _Layer,
+    layer: Layer,
     operands: dict[str, Any],
     arguments: tuple[Any, ...],
     teacher: tuple[np.dtype, ...] = (),
@@ -693,16 +447,16 @@ def _of_loss(
         candidates,
         of,
     )
-    results = _bound(function, layer, Program(loss), operands, reduction, chunk, *teacher[:1])
+    results = bound(function, layer, Program(loss), operands, reduction, chunk, *teacher[:1])
     if not takes_classes or weights is None:
         return results
     of_labels = weights if candidates is None else weights[..., None]
     return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
 
 
-def _bound(
+def bound(
     function: Function,
-    layer: _Layer,
+    layer: Layer,
     program: Program,
     others: dict[str, jax.Array | None],
     reduction: Reduction,
@@ -710,16 +464,15 @@ def _bound(
     teacher: np.dtype | None = None,
 ) -> list[jax.Array]:
     """Bind the primitive of a linear loss. `others` are its operands besides those of the layer."""
-    name = _NAMES.get(function, function)
-    checks.one_of(name, "reduction", reduction, get_args(Reduction))
+    checks.one_of(function, "reduction", reduction, get_args(Reduction))
     arrays = layer[0] | {name: a for name, a in others.items() if a is not None}
     traced = [n for n in arrays if n.startswith(("row", "shared")) and is_inexact(arrays[n])]
     head = LinearLossCall(
         function,
         program,
-        tuple(arrays)[2:],
+        tuple(arrays),
         (*layer[0], *traced),
-        chunk=None if chunk is None else checks.integer(name, "chunk", chunk, "rows"),
+        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
         dtypes=layer[1],
         teacher=teacher,
         precision=jax.config.jax_default_matmul_precision,
@@ -728,8 +481,9 @@ def _bound(
     loss = program.loss
     if loss is not None and loss.implementation is not None:
         d, classes = arrays["weight"].shape
-        shape = d, classes if loss.spec.loss.teacher_dtype is None else 2 * classes
-        rows = chunk_rows(head.chunk, arrays["x"].size // max(d, 1), shape, *reversed(head.dtypes))
+        copies = 1 if loss.spec.loss.teacher_dtype is None else 2
+        sizes = arrays["x"].size // max(d, 1), (d, classes), head.dtypes[::-1]
+        rows, _ = chunks_of(head.chunk, *sizes, copies=copies, may_hold=False)
         call = loss_of_rows(loss, (rows, classes), 1, has_positions="where" in arrays)
         call.check_implementation()
     return linear_loss_primitive.bind(head, *arrays.values())

@@ -29,10 +29,12 @@ The logits are computed in chunks of rows, and a `Program` computes a chunk's re
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr  # type: ignore[attr-defined]
 
@@ -47,7 +49,7 @@ Function = Literal[
     "linear_softmax_cross_entropy",
     "linear_log_prob_and_entropy",
     "linear_kl_divergence",
-    "linear_loss",
+    "jaxnorm.linear_loss",
 ]
 Reduction = Literal["mean", "sum", "none"]
 #: Maps each linear loss to the loss of logits that is computed from each chunk's logits.
@@ -127,7 +129,7 @@ class LinearLossCall:
     Attributes:
       function: name of the public function.
       program: the computation of the results from the logits.
-      operands: the names of the operands that follow x and weight.
+      primals: the names of the operands of the forward pass; the first are x and weight.
       differentiable: the names of the operands that may have tangents.
       chunk: the public function's argument.
       dtypes: the dtype of the matmul's operands, and the dtype of the logits.
@@ -142,7 +144,7 @@ class LinearLossCall:
 
     function: Function
     program: Program
-    operands: tuple[str, ...]
+    primals: tuple[str, ...]
     differentiable: tuple[str, ...]
     chunk: int | None
     dtypes: tuple[np.dtype, np.dtype]
@@ -153,7 +155,9 @@ class LinearLossCall:
     wrt: tuple[str, ...] = ()
     keeps: bool = False
 
-    primitives: ClassVar[None] = None
+    @property
+    def primitives(self) -> str:
+        return self.function.removeprefix("jaxnorm.")
 
     def __str__(self) -> str:
         """Return a short description of the call, which printed jaxprs show."""
@@ -208,18 +212,9 @@ class LinearLossCall:
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n in self.wrt])
 
     @property
-    def primals(self) -> tuple[str, ...]:
-        return ("x", "weight", *self.operands)
-
-    @property
-    def residual_names(self) -> tuple[str, ...]:
-        """Names of the residuals, which are the first operands of the tangent and backward pass."""
-        return self.primals + self.kept
-
-    @property
     def residuals(self) -> int:
-        """Number of arrays saved for the tangent and backward passes."""
-        return len(self.residual_names)
+        """Number of residuals: the first operands of the tangent and backward passes."""
+        return len(self.primals + self.kept)
 
     @property
     def returns(self) -> tuple[str, ...]:
@@ -230,7 +225,8 @@ class LinearLossCall:
     def takes(self) -> tuple[str, ...]:
         if self.direction == "fwd":
             return self.primals
-        return self.residual_names + (self.wrt if self.direction == "tan" else self.outputs)
+        linear = self.wrt if self.direction == "tan" else self.outputs
+        return self.primals + self.kept + linear
 
     @property
     def kinds_taken(self) -> list[Kind]:
@@ -282,13 +278,11 @@ def matmul_dtypes(
     promoted = checks.product_dtype(x, weight)
     asked = asked or promoted
     factors = min(promoted, asked, key=lambda dtype: dtype.itemsize)
-    if function != "linear_softmax_cross_entropy":
-        return factors, checks.arithmetic_dtype(factors)
-    return factors, asked
+    is_rounded = function == "linear_softmax_cross_entropy"
+    return factors, asked if is_rounded else checks.arithmetic_dtype(factors)
 
 
-@dataclasses.dataclass(frozen=True)
-class Over:
+class Over(NamedTuple):
     """The names of the mesh axes over which the arrays of a linear loss are sharded.
 
     The sharding of the work in the loop may differ from that of the user's arrays. Before the loop,
@@ -298,27 +292,34 @@ class Over:
     Attributes:
       rows: mesh axes over which the rows are sharded in the loop.
       classes: mesh axes over which the classes are sharded in the loop.
-      stored: two tuples of mesh axes, one for each axis of weight: d and V (the classes). The
-        user's weight is sharded along d over the mesh axes in the first tuple, and along V over
-        those in the second. In the loop, these mesh axes shard the rows instead. So weight is
-        gathered over them before the loop, and its gradient is reduce-scattered over them after the
-        loop.
-      gathered: one tuple of mesh axes for each row axis of x. (The row axes are all axes of x
-        except the last.) In the user's x, the mesh axes in a tuple shard its row axis. In the loop,
-        they shard the classes instead. So x is gathered over them before the loop, and its gradient
-        is reduce-scattered over them after the loop.
-      moved: one tuple of mesh axes for each row axis of x. In the user's x, the mesh axes in a
-        tuple shard d, the last axis. In the loop, they shard the tuple's row axis instead. They
-        come after (inside) all other mesh axes that shard this row axis. An all-to-all before the
-        loop gives each device fewer rows, but all of their d columns. Another all-to-all after the
-        loop reverses this for the gradient of x.
+      moves: for each kind of array that is not sharded like this, the steps of its transfer. A step
+        ``(axis, names, is_exchange)`` is an all-gather of the array's axis over the mesh axes
+        `names`, or an all-to-all: devices exchange their shards of the last axis for shards of the
+        axis `axis`, so that each has fewer rows, but all of their columns.
     """
 
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    stored: tuple[tuple[str, ...], ...] = ()
-    gathered: tuple[tuple[str, ...], ...] = ()
-    moved: tuple[tuple[str, ...], ...] = ()
+    moves: Mapping[str, Sequence[tuple[int, tuple[str, ...], bool]]] = MappingProxyType({})
+
+
+def scale(
+    weights: jax.Array, reduction: str, axes: Sequence[int], over: tuple[str, ...] = ()
+) -> jax.Array:
+    """Return the factor that turns the sum of the weighted losses over `axes` into the result.
+
+    It is 1 for a sum, and 1 / (sum of weights) for a mean, or 0 if the weights add up to 0. `over`
+    are the mesh axes over which the weights are sharded.
+    """
+    if reduction == "sum":
+        return jnp.ones((), weights.dtype)
+    total = sum_over(jnp.sum(weights, axes), over)
+    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+
+
+def sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the sum of the devices' arrays over mesh axes."""
+    return jax.lax.psum(a, axes) if axes else a
 
 
 # ------------------------------------------------------------------------ the loss of a chunk
@@ -385,19 +386,20 @@ _BYTES = 2**30
 _TILE = 128
 
 
-def chunk_rows(
+def chunks_of(
     chunk: int | None,
     rows: int,
     weight: tuple[int, ...],
-    logits: np.dtype,
-    factors: np.dtype,
-    shards: int = 1,
+    dtypes: tuple[np.dtype, np.dtype],
     *,
+    shards: int = 1,
+    copies: int = 1,
     accumulator: int = 0,
-) -> int:
-    """Return the number of rows of a chunk; all chunks of a call have this number.
+    may_hold: bool = True,
+) -> tuple[int, bool]:
+    """Return the number of rows of each chunk, and whether the call stores the dlogits of all rows.
 
-    If it does not divide the number of all rows, the first two chunks overlap.
+    If the number does not divide the number of all rows, the first two chunks overlap.
 
     In the following rules, the accumulator is the array in which several chunks accumulate weight's
     gradient. dlogits are the gradients of the logits, which overwrite the logits if both have the
@@ -412,46 +414,11 @@ def chunk_rows(
        memory. Smaller chunks take more time, because each chunk loads and stores the accumulator.
     4. The largest number of rows whose logits take at most 1 GiB, but at least 512.
 
-    Args:
-      chunk: the number of rows that the user requested, or None.
-      rows: number of all rows.
-      weight: shape (d, classes) of one device's shard of weight.
-      logits: dtype of the logits.
-      factors: dtype of the matmuls' operands.
-      shards: number of shards of the classes. The number of rows in rule 3 is multiplied by it. A
-        device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
-        same. Fewer and larger chunks are faster, because devices exchange row statistics once for
-        each chunk.
-      accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
-        if even a single chunk would allocate an array of this size for the gradient, because then a
-        single chunk saves no memory.
-    """
-    if chunk is not None or not rows:
-        return min(chunk or 1, max(rows, 1))
-    d, classes = weight
-    of_logit = logits.itemsize + (factors.itemsize if factors != logits else 0)
-    if rows * classes * of_logit <= accumulator:
-        return rows
-    fitting = _BYTES // (max(classes, 1) * logits.itemsize) // _TILE * _TILE
-    as_weight = d * factors.itemsize // logits.itemsize
-    most = min(max(fitting, _LEAST), shards * max(_MOST, as_weight))
-    even = math.ceil(rows / math.ceil(rows / most))
-    return min(math.ceil(even / _TILE) * _TILE, rows)
-
-
-def rows_beside_dlogits(
-    chunk: int, rows: int, logits: int, dlogits: int, accumulator: int
-) -> int | None:
-    """Return the number of rows of a chunk in a call that stores all dlogits, or None.
-
-    None means that the call must not store the dlogits of all rows, because they would take too
-    much memory. A call that stores them needs no accumulator, and takes one matmul for dx and one
-    for dW.
-
-    The memory limit is the memory of a call that does not store all dlogits: the accumulator, and
-    the logits and dlogits of one chunk of `chunk` rows. A call that stores all dlogits also needs
-    the logits of one chunk. If it exceeds the limit with chunks of `chunk` rows, chunks of half as
-    many rows are tried, because their logits take less memory.
+    With rule 3 or 4, a call whose dlogits cannot overwrite the logits may store the dlogits of all
+    rows. It then needs no accumulator, and takes one matmul for dx and one for dW. It must not take
+    more memory than a call that does not store all dlogits: the accumulator, and the logits and
+    dlogits of one chunk. If it would, chunks of half as many rows are tried, because their logits
+    take less memory.
 
     Storing all dlogits is faster than an accumulator even with the smaller chunks. For 8192 rows,
     d = 2048 and 128256 classes, forward and backward pass of a log-probability take 27.7 ms with
@@ -460,14 +427,34 @@ def rows_beside_dlogits(
     an accumulator (H100).
 
     Args:
-      chunk: number of rows of a chunk if the call does not store all dlogits.
+      chunk: the number of rows that the user requested, or None.
       rows: number of all rows.
-      logits, dlogits: bytes of a row of logits, and of a row of dlogits.
-      accumulator: bytes of the array in which several chunks accumulate weight's gradient.
+      weight: shape (d, classes) of one device's shard of weight.
+      dtypes: dtypes of the logits and of the matmuls' operands.
+      shards: number of shards of the classes. The number of rows in rule 3 is multiplied by it. A
+        device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
+        same. Fewer and larger chunks are faster, because devices exchange row statistics once for
+        each chunk.
+      copies: number of arrays of logits that a chunk has.
+      accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
+        if even a single chunk would allocate an array of this size for the gradient, because then a
+        single chunk saves no memory.
+      may_hold: False if the call must not store the dlogits of all rows.
     """
-    memory = accumulator + chunk * (logits + dlogits)
-    for size in (chunk, chunk // 2):
-        needed = rows * dlogits + size * logits
-        if size % _TILE == 0 and size >= _LEAST and needed <= memory:
-            return size
-    return None
+    if chunk is not None or not rows:
+        return min(chunk or 1, max(rows, 1)), False
+    (d, classes), (logits, factors) = weight, (dtype.itemsize for dtype in dtypes)
+    separate = factors if dtypes[0] != dtypes[1] else 0
+    of_row = copies * classes * logits
+    if rows * copies * classes * (logits + separate) <= accumulator:
+        return rows, False
+    fitting = _BYTES // max(of_row, logits) // _TILE * _TILE
+    most = min(max(fitting, _LEAST), shards * max(_MOST, d * factors // logits))
+    even = math.ceil(rows / math.ceil(rows / most))
+    size = min(math.ceil(even / _TILE) * _TILE, rows)
+    most_memory = accumulator + size * (of_row + classes * separate)
+    for held in (size, size // 2) if may_hold and accumulator and separate and size < rows else ():
+        needed = rows * classes * separate + held * of_row
+        if held % _TILE == 0 and held >= _LEAST and needed <= most_memory:
+            return held, True
+    return size, False

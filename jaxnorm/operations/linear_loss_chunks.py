@@ -9,13 +9,10 @@ A chunk takes up to three matmuls, which XLA computes:
 The matmul itself adds its result to dW in place (cuBLAS' beta = 1). XLA can do this because nothing
 else in the loop uses the dW of the previous chunks.
 
-The first chunk precedes the loop and writes the array in which dW is accumulated. So this array
-need not be set to zero. If there is a single chunk, there is no such array, and the matmul writes
-dW in its own dtype. With several chunks, there is no such array either if the dlogits of all rows
-are stored. Then dx and dW are computed by one matmul each, after the loop. This is done if it takes
-no more memory than an array in which dW is accumulated, and if logits are float32 but dlogits have
-16 bits. Such dlogits cannot overwrite the logits, so they are stored in a separate array in any
-case.
+The first chunk precedes the loop and writes the array in which dW is accumulated, so this array
+need not be set to zero. A single chunk needs no such array: the matmul writes dW in its own dtype.
+With several chunks, there is no such array either if the dlogits of all rows are stored. Then dx
+and dW are computed by one matmul each, after the loop. `linear_loss_call.chunks_of` decides this.
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
@@ -32,6 +29,7 @@ if plain JAX computes it. This division is undone in float32. For dx, the row of
 the power of two. For dW, the row of x is multiplied by it before the matmul.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -41,8 +39,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal  # type: ignore[attr-defined]
-from jax.sharding import NamedSharding
 
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
@@ -72,19 +68,29 @@ def run(
         differentiates this function.
     """
     by_name = dict(zip(head.primals, arrays))
-    dtype, _ = head.dtypes
+    if head.direction == "tan":
+        forward = dataclasses.replace(head, direction="fwd", wrt=())
+        along = dict(zip(head.wrt, arrays[head.residuals :]))
 
-    def gathered(kind: str, a: jax.Array) -> jax.Array:
-        if kind == "x":
-            # Inside `jax.shard_map`, the type of the gathered x must say that x is replicated over
-            # the gathered mesh axes ("invarying"). In code for XLA's partitioner, types have no
-            # mesh axes, so the type stays as it is.
-            is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
-            to = "invarying" if is_typed else "varying"
-            return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
-        return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
+        def floats(*values: jax.Array) -> list[jax.Array]:
+            given = (by_name | dict(zip(along, values))).values()
+            return [*filter(is_inexact, run(forward, *given, over=over, recompute=recompute))]
 
-    whole = [*map(gathered, head.kinds_taken, arrays)]
+        return jax.jvp(floats, [by_name[name] for name in along], [*along.values()])[1]
+
+    def moved(a: jax.Array, kind: str) -> jax.Array:
+        for axis, names, is_exchange in over.moves.get(kind, ()):
+            if is_exchange:
+                a = lax.all_to_all(a, names, axis, a.ndim - 1, tiled=True)
+            else:
+                a = lax.all_gather(a, names, axis=axis, tiled=True)
+        return a
+
+    def narrow(a: jax.Array) -> jax.Array:  # Devices then exchange fewer bytes.
+        return a.astype(min(a.dtype, head.dtypes[0], key=lambda dtype: dtype.itemsize))
+
+    pairs = zip(arrays, head.kinds_taken)
+    whole = [moved(narrow(a), kind) if over.moves.get(kind) else a for a, kind in pairs]
     lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
@@ -99,7 +105,8 @@ def run(
 
     flat = [*map(flattened, head.takes, head.kinds_taken, whole)]
     chunks = Chunks(head, flat, over, recompute)
-    directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
+    cotangents = map(chunks.masked, chunks.linear)
+    results = chunks.forward() if head.direction == "fwd" else chunks.gradients([*cotangents])
 
     def finished(name: str, kind: str, a: jax.Array) -> jax.Array:
         if kind in OF_ROWS:
@@ -107,91 +114,22 @@ def run(
         if name not in by_name:
             return launching.own_buffer(a)
         # `a` is a gradient, and each device has a partial sum over its shard of classes or rows.
-        if kind == "x":
-            a = _scattered(_moved_back(a, over), over.classes, over.gathered)
-        elif kind != "row":
-            a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
-        return a.astype(head.gradient_dtype(by_name[name].dtype))
+        sums = over.classes if kind == "x" else () if kind == "row" else over.rows
+        if moves := over.moves.get(kind):
+            # The transpose of an all-gather is a reduce-scatter.
+            given, _ = sharding.vary_alike([by_name[name].astype(a.dtype), a])
+            (a,) = jax.linear_transpose(functools.partial(moved, kind=kind), given)(a)
+            sums = tuple(n for n in sums if n not in [n for _, names, _ in moves for n in names])
+        return linear_loss_call.sum_over(a, sums).astype(head.gradient_dtype(by_name[name].dtype))
 
-    return [*map(finished, head.returns, head.kinds_returned, directions[head.direction]())]
-
-
-def _gathered(
-    a: jax.Array, stored: Sequence[tuple[str, ...]], dtype: np.dtype, to: str
-) -> jax.Array:
-    """All-gather each axis of `a` over the mesh axes that `stored` lists for it.
-
-    If `dtype` has fewer bits than a's dtype, `a` is cast to it first. `to` is the argument of
-    `jax.lax.all_gather` that says whether the result's type varies over these mesh axes.
-    """
-    for axis, names in enumerate(stored):
-        if names:
-            a = lax.all_gather(_narrow(a, dtype), names, axis=axis, tiled=True, to=to)
-    return a
-
-
-def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
-    """Exchange shards of x's columns for shards of its rows.
-
-    The exchange is an all-to-all over the mesh axes in `over.moved`. Afterwards, each device has
-    fewer rows, but all of their columns.
-    """
-    for axis, names in enumerate(over.moved):
-        for name in names:
-            x = lax.all_to_all(_narrow(x, dtype), name, axis, x.ndim - 1, tiled=True)
-    return x
-
-
-def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
-    """Exchange shards of the rows of x's gradient for shards of its columns.
-
-    This undoes the exchange that the function `_moved` did for x. It is an all-to-all over the mesh
-    axes in `over.moved`. Afterwards, each device has more rows, but only its shard of their
-    columns.
-    """
-    for axis, names in reversed([*enumerate(over.moved)]):
-        for name in reversed(names):
-            dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
-    return dx
-
-
-def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast `a` to `dtype` if `dtype` is narrower. Devices then exchange fewer bytes."""
-    return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
-
-
-def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
-    """Sum `a` over the mesh axes in `over`.
-
-    Each axis of `a` is reduce-scattered over the mesh axes that `stored` lists for it. Over the
-    other mesh axes in `over`, `a` is all-reduced.
-    """
-    scattered = sum(stored, ())
-    for axis, names in enumerate(stored):
-        if names:
-            a = lax.psum_scatter(a, names, scatter_dimension=axis, tiled=True)
-    return _sum_over(a, tuple(name for name in over if name not in scattered))
-
-
-def scale(
-    weights: jax.Array, reduction: str, axes: Sequence[int], over: tuple[str, ...] = ()
-) -> jax.Array:
-    """Return the factor that turns the sum of the weighted losses over `axes` into the result.
-
-    It is 1 for a sum, and 1 / (sum of weights) for a mean, or 0 if the weights add up to 0. `over`
-    are the mesh axes over which the weights are sharded.
-    """
-    if reduction == "sum":
-        return jnp.ones((), weights.dtype)
-    total = _sum_over(jnp.sum(weights, axes), over)
-    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+    return [*map(finished, head.returns, head.kinds_returned, results)]
 
 
 Carry = dict[str, jax.Array]
 
 
 class Chunks:
-    """The arrays of a call, with a method for each pass: `forward`, `tangent` and `backward`.
+    """The arrays of a call, with methods that run the loop: `forward` and `gradients`.
 
     x is two-dimensional: its leading axes are flattened to rows.
     """
@@ -207,9 +145,8 @@ class Chunks:
         self.where = self.primals.get("where")
         self.counted = None if self.where is None else counted(self.where)
         self.dtype, self.logits_dtype = head.dtypes
-        program, loss = head.program, head.program.loss
-        results = [a.dtype for a in program.results.values()]
-        self.wide = checks.arithmetic_dtype(self.logits_dtype, *results)
+        loss, results = head.program.loss, head.program.results.values()
+        self.wide = checks.arithmetic_dtype(self.logits_dtype, *(a.dtype for a in results))
         self.rows, self.classes = len(self.x), weight.shape[1]
         # The classes are not padded in two cases. If they are sharded, the padding would be in the
         # middle of each row. If there is a mask of classes, it would have to be padded too.
@@ -220,28 +157,25 @@ class Chunks:
         if head.teacher is not None:
             of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
             self.given |= {"teacher_weight": of_teacher}
-        shards = lax.axis_size(over.classes) if over.classes else 1
         # A row of a chunk has the logits of the student. For a divergence, it also has those of the
         # teacher; if plain JAX computes the gradient, it has the gradient in the logits' dtype.
         copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
-        columns, accumulator = self.classes * copies, self.accumulator
-        sizes = self.rows, (weight.shape[0], columns), self.logits_dtype, self.dtype, shards
-        self.chunk = linear_loss_call.chunk_rows(head.chunk, *sizes, accumulator=accumulator)
-        # True if the dlogits of all rows are stored. False if the dlogits of a chunk overwrite its
-        # logits: they need no memory then.
-        self.holds_dlogits = False
-        may_hold = accumulator > 0 and self.logits_dtype != self.dtype
-        if may_hold and head.chunk is None and not recompute and self.chunk < self.rows:
-            of_row = columns * self.logits_dtype.itemsize, self.classes * self.dtype.itemsize
-            beside = linear_loss_call.rows_beside_dlogits
-            size = beside(self.chunk, self.rows, *of_row, accumulator)
-            self.holds_dlogits, self.chunk = size is not None, size or self.chunk
-
-    # --------------------------------------------------------------------------------- passes
+        # If `holds_dlogits` is True, the dlogits of all rows are stored. If it is False, the
+        # dlogits of a chunk may overwrite its logits.
+        self.chunk, self.holds_dlogits = linear_loss_call.chunks_of(
+            head.chunk,
+            self.rows,
+            weight.shape,
+            (self.logits_dtype, self.dtype),
+            shards=lax.axis_size(over.classes) if over.classes else 1,
+            copies=copies,
+            accumulator=self.accumulator,
+            may_hold=not recompute,
+        )
 
     def forward(self) -> list[jax.Array]:
         head = self.head
-        if head.reduction != "none" and head.wrt:
+        if head.wrt:
             weights = self.scale() * self.masked(jnp.ones(self.rows, self.wide))
             losses, *gradients = self.gradients([weights])
             return [self.total(losses), *gradients]
@@ -257,34 +191,13 @@ class Chunks:
         results = head.program.results
         return [self.masked(by_name[n]) if n in results else by_name[n] for n in head.outputs]
 
-    def backward(self) -> list[jax.Array]:
-        return self.gradients([*map(self.masked, self.linear)])
-
-    def tangent(self) -> list[jax.Array]:
-        """Compute the tangents of the rows' results from the tangents of the operands."""
-        along = dict(zip(self.head.wrt, self.linear))
-        if "weight" in along:
-            along["weight"] = self.padded(along["weight"], self.dtype)
-
-        def step(rows: Rows, carry: Carry) -> Carry:
-            def run(*arrays: jax.Array) -> list[jax.Array]:
-                given = self.given | dict(zip(along, arrays))
-                results = self.results(rows, *self.of_chunk(rows, given))
-                return [results[name] for name in carry]
-
-            _, results = jax.jvp(run, [self.given[name] for name in along], [*along.values()])
-            return {name: rows.put(carry[name], y) for name, y in zip(carry, results)}
-
-        results = self.loop(step, self.empty_results())
-        return [self.masked(results[name]) for name in self.head.outputs]
-
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
 
         The call is a backward pass, or a forward pass that computes the gradients together with the
         losses. In a forward pass, the list starts with an array of the losses of all rows.
         """
-        head, makes_losses = self.head, self.head.direction == "fwd"
+        head, losses_of = self.head, self.head.outputs if self.head.direction == "fwd" else ()
         dtypes = {name: self.gradient_dtype(name) for name in head.wrt}
         is_narrow = self.dtype.name == "float16"
         in_one = (self.chunk == self.rows or self.holds_dlogits) and not is_narrow
@@ -294,9 +207,7 @@ class Chunks:
 
         def step(rows: Rows, carry: Carry) -> Carry:
             losses, dlogits, sizes, others = self.derivative(rows, cotangents)
-            results = {}
-            if makes_losses:
-                results[head.outputs[0]] = rows.put(carry[head.outputs[0]], losses)
+            results = {name: rows.put(carry[name], losses) for name in losses_of}
             for name, gradient in others.items():
                 if name in of_rows:
                     gradient = rows.unmasked(gradient).astype(dtypes[name])
@@ -311,17 +222,15 @@ class Chunks:
         def products(rows: Rows, dlogits: jax.Array, carry: Carry, sizes: Any = 1) -> Carry:
             x, results = rows.of_x(self.x), {}
             if "bias" in head.wrt:
-                of_rows = sizes * dlogits.astype(self.wide)
-                results["bias"] = added(carry, "bias", jnp.sum(of_rows, 0))
-            largest: Any = 1
-            if is_narrow:
-                largest = jnp.max(sizes)
-                x = sizes / largest * x.astype(self.wide)
+                db = jnp.sum(sizes * dlogits.astype(self.wide), 0)
+                results["bias"] = added(carry, "bias", db)
             if "x" in head.wrt:
                 dtype = self.wide if is_narrow else dtypes["x"]
                 dx = sizes * self.dot(dlogits, self.given["weight"], (1, 1), dtype)
                 results["x"] = rows.put(carry["x"], dx.astype(dtypes["x"]))
             if "weight" in head.wrt:
+                largest: Any = jnp.max(sizes) if is_narrow else 1
+                x = sizes / largest * x.astype(self.wide) if is_narrow else x
                 dw = self.dot(x.astype(self.dtype), dlogits, (0, 0), weight_dtype)
                 results["weight"] = added(carry, "weight", largest * dw)
             return results
@@ -329,23 +238,22 @@ class Chunks:
         def added(carry: Carry, name: str, part: jax.Array) -> jax.Array:
             return carry[name] + part if name in carry else part
 
-        carry = (self.empty_results() if makes_losses else {}) | of_rows
+        carry = (self.empty_results() if losses_of else {}) | of_rows
+        of_products = {"x", "weight", "bias"} if self.holds_dlogits else set()
         if self.holds_dlogits:
-            dx = {"x": carry.pop("x")} if "x" in of_rows else {}
+            carry.pop("x", None)
             carry["dlogits"] = lax.empty((self.rows, self.classes + self.padding), self.dtype)
-            results = self.loop(step, carry, starts_sums="shared" in map(kind, head.wrt))
+        results = self.loop(step, carry, starts_sums=not {*head.wrt} <= {*of_rows, *of_products})
+        if self.holds_dlogits:
             all_rows = Rows(self, jnp.int32(0), self.rows)
-            results |= products(all_rows, results.pop("dlogits"), dx)
-        else:
-            results = self.loop(step, carry, starts_sums={*of_rows} != {*head.wrt})
+            results |= products(all_rows, results.pop("dlogits"), of_rows)
 
         def finished(name: str) -> jax.Array:
             a = results.get(name, zeros[name])  # There are no results if there are no rows.
             a = a[..., : self.classes] if name in ("weight", "bias") else a
             return a.astype(dtypes[name])
 
-        losses = [results[head.outputs[0]]] if makes_losses else []
-        return [*losses, *map(finished, head.wrt)]
+        return [*(results[name] for name in losses_of), *map(finished, head.wrt)]
 
     @property
     def accumulator(self) -> int:
@@ -359,7 +267,7 @@ class Chunks:
         * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
           multiplied by a power of two before it is cast to the gradient's dtype.
         """
-        has_sum = self.head.direction != "tan" and "weight" in self.head.wrt
+        has_sum = "weight" in self.head.wrt
         is_narrow = self.dtype.name == "float16"
         if not has_sum or is_narrow or self.gradient_dtype("weight") == self.wide:
             return 0
@@ -395,12 +303,12 @@ class Chunks:
 
     def scale(self) -> jax.Array:
         weights = jnp.ones(self.rows) if self.where is None else self.where
-        return scale(weights.astype(self.wide), self.head.reduction, (0,), self.over.rows)
+        weights, reduction = weights.astype(self.wide), self.head.reduction
+        return linear_loss_call.scale(weights, reduction, (0,), self.over.rows)
 
     def total(self, losses: jax.Array) -> jax.Array:
-        return self.scale() * _sum_over(jnp.sum(self.masked(losses)), self.over.rows)
-
-    # ------------------------------------------------------------------------------ one chunk
+        sums = jnp.sum(self.masked(losses))
+        return self.scale() * linear_loss_call.sum_over(sums, self.over.rows)
 
     def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
         """Return the logits of a chunk, and the other operands of a traced function.
@@ -420,7 +328,7 @@ class Chunks:
             return logits, {}
         arrays = {
             name: rows.filled(rows.of(given[name])) if kind(name) == "row" else given[name]
-            for name in self.head.operands
+            for name in self.head.primals
             if name.startswith(("row", "shared"))
         }
         logits, *others = sharding.vary_alike([logits, *arrays.values()])
@@ -451,7 +359,6 @@ class Chunks:
         logits, arrays = self.of_chunk(rows, self.given)
         wanted = {name: a for name, a in arrays.items() if name in self.head.wrt}
         cotangents = [*map(rows.of, cotangents)]
-        is_narrow = self.dtype.name == "float16"
 
         def pulled(function: Callable[..., Any], *of: jax.Array) -> list[Any]:
             """Return the first result, the gradients of the arrays `of`, and those of `wanted`."""
@@ -464,67 +371,61 @@ class Chunks:
             # Rows that also belong to the next chunk count there.
             cts = [rows.unmasked(ct).astype(y.dtype) for ct, y in zip(cotangents, ys)]
             gradients = pullback([*sharding.vary_alike([*ys, *cts])[len(ys) :]])
-            return [ys[0], [*gradients[: len(of)]], dict(zip(wanted, gradients[len(of) :]))]
+            of_arrays = [*map(rows.unmasked, gradients[: len(of)])]
+            return [ys[0], of_arrays, dict(zip(wanted, gradients[len(of) :]))]
+
+        def divided(arrays: Sequence[jax.Array], factor: Any = 1) -> tuple[Any, Any]:
+            """Divide the rows of arrays by powers of two, if the matmuls are float16."""
+            if self.dtype.name != "float16":
+                return arrays, 1
+            of_rows = jnp.concatenate([jnp.abs(a).reshape(rows.size, -1) for a in arrays], -1)
+            largest = jnp.max(of_rows, -1, keepdims=True, initial=0)
+            sizes = _powers_of_two(largest * jnp.abs(factor))
+            return [a / _like(sizes[:, 0], a) for a in arrays], sizes
 
         if loss is None or self.recompute:  # JAX differentiates the results.
-            y, (dlogits,), others = pulled(
+            y, dlogits, others = pulled(
                 lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
             )
-            dlogits = rows.unmasked(dlogits)
-            sizes: Any = 1
-            if is_narrow:
-                sizes = _powers_of_two(jnp.max(jnp.abs(dlogits), -1, keepdims=True, initial=0))
-            return y, (dlogits / sizes).astype(self.dtype), sizes, others
+            (of_logits,), sizes = divided(dlogits)
+            return y, of_logits.astype(self.dtype), sizes, others
         call, operands = self.loss(rows, logits, arrays)
-
-        def divided(cotangents: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Any]:
-            """Divide the cotangents of each row by a power of two, if the matmuls are float16."""
-            if not is_narrow:
-                return cotangents, 1
-            size = jnp.abs(_like(operands.get("logits_scale", jnp.ones(rows.size)), logits))
-            of_rows = [jnp.abs(ct).reshape(rows.size, -1) for ct in cotangents]
-            largest = jnp.max(jnp.concatenate(of_rows, -1), -1, keepdims=True, initial=0)
-            sizes = _powers_of_two(largest * size * abs(call.spec.logits.logits_scale))
-            return [ct / sizes.reshape(-1, *[1] * (ct.ndim - 1)) for ct in cotangents], sizes
-
+        factor = operands.get("logits_scale", jnp.ones(1))[:, None] * call.spec.logits.logits_scale
         if program.is_loss and not self.kept and not wanted:
             # A single kernel may compute the results and the gradient together.
-            cotangents, sizes = divided(cotangents)
-            *ys, dlogits = _bound(call.with_gradient(self.dtype), operands, cotangents).values()
-            return ys[0], dlogits, sizes, {}
+            cotangents, sizes = divided(cotangents, factor)
+            *ys, of_logits = _bound(call.with_gradient(self.dtype), operands, cotangents).values()
+            return ys[0], of_logits, sizes, {}
         call, y, others = call.with_stats(), None, {}
         outputs = rows.kept() if self.kept else _bound(call, operands)
         if program.after is not None:
             sources = [rows.filled(outputs[name]) for name in loss.returns]
             after = functools.partial(self.mapped, program.after, rows)
             y, cotangents, others = pulled(after, *sources)
-            cotangents = [*map(rows.unmasked, cotangents)]
         # If the logits have the same dtype as their gradient, it may overwrite them.
         outputs_of = call.returns[: len(cotangents)]
-        cotangents, sizes = divided(cotangents)
+        cotangents, sizes = divided(cotangents, factor)
         call = call.backward(("x",), outputs_of, gradient_dtype=self.dtype)
-        (dlogits,) = _bound(call, operands | outputs, cotangents).values()
-        return y, dlogits, sizes, others
+        (of_logits,) = _bound(call, operands | outputs, cotangents).values()
+        return y, of_logits, sizes, others
 
     def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
         """Return the call of the jaxnorm loss that takes a chunk's logits, and its operands."""
         program, loss, given = self.head.program, self.head.program.loss, self.given
         assert loss is not None
+        operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
         if program.before is not None:
             operands = dict(zip(loss.primals[1:], self.mapped(program.before, rows, [], arrays)))
-            if "teacher_logits" in operands:
-                operands["teacher_logits"] = self.padded(operands["teacher_logits"])
-        else:
-            operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
         if self.head.teacher is not None:
             of_teacher = given["teacher_weight"], given.get("teacher_bias")
             dtypes = self.head.teacher, loss.spec.loss.teacher_dtype
             teacher_logits = self.product(rows.of_x(given["teacher_x"]), *of_teacher, dtypes)
             operands["teacher_logits"] = teacher_logits
-        counts = [a for a in (rows.counted, operands.get("positions")) if a is not None]
-        if counts:
-            operands["positions"] = functools.reduce(jnp.logical_and, counts)
-        changes: dict[str, Any] = {"padding": self.padding, "has_positions": bool(counts)}
+        elif "teacher_logits" in operands:
+            operands["teacher_logits"] = self.padded(operands["teacher_logits"])
+        positions = _both(rows.counted, operands.get("positions"))
+        operands |= {} if positions is None else {"positions": positions}
+        changes: dict[str, Any] = {"padding": self.padding, "has_positions": positions is not None}
         if over := self.over.classes:
             cols = logits.shape[1] * lax.axis_size(over)
             changes |= {"cols": cols, "cols_over": over, "axes_over": (over,)}
@@ -537,7 +438,7 @@ class Chunks:
     ) -> list[jax.Array]:
         """Run a traced function on all rows of a chunk."""
         axes = [*[0] * len(sources), *(0 if kind(name) == "row" else None for name in arrays)]
-        run = jax.vmap(functools.partial(_evaluated, traced), axes, axis_size=rows.size)
+        run = jax.vmap(functools.partial(sharding.evaluated, traced), axes, axis_size=rows.size)
         results: list[jax.Array] = run(*sources, *arrays.values())
         return results
 
@@ -561,8 +462,6 @@ class Chunks:
         options: Any = {"precision": self.head.precision, "preferred_element_type": wide}
         return lax.dot_general(a, b, axes, **options).astype(dtype)
 
-    # ------------------------------------------------------------------------------- the loop
-
     def loop(
         self, step: Callable[["Rows", Carry], Carry], carry: Carry, *, starts_sums: bool = False
     ) -> Carry:
@@ -581,14 +480,10 @@ class Chunks:
         def body(i: Any, carry: Carry) -> Carry:
             return step(Rows(self, i), carry)
 
-        def checkpointed(**options: Any) -> Callable[[Any, Carry], Carry]:
-            return jax.checkpoint(body, **options) if self.recompute else body
-
+        body = jax.checkpoint(body) if self.recompute else body
         first = int(starts_sums or count == 1)
-        if first:
-            carry = checkpointed()(jnp.int32(0), carry)
-        in_loop = checkpointed(prevent_cse=False)
-        return lax.fori_loop(first, count, in_loop, carry) if first < count else carry
+        carry = body(jnp.int32(0), carry) if first else carry
+        return lax.fori_loop(first, count, body, carry) if first < count else carry
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Cast an array of the loop's initial carry to the type that `step` returns.
@@ -618,15 +513,13 @@ class Rows:
         size = size or chunks.chunk
         short = -chunks.rows % size
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
-        self.chunks, self.overlaps = chunks, short > 0
-        own = self.of(chunks.counted) if chunks.counted is not None else None
+        self.chunks, self.overlaps, is_first = chunks, short > 0, None
         if self.overlaps:
             places = self.start + jnp.arange(size, dtype=self.start.dtype)
-            first = places < (index + 1) * size - short
-            own = first if own is None else own & first
+            is_first = places < (index + 1) * size - short
         # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
         # also belong to the next chunk. None if there cannot be such rows.
-        self.counted = own
+        self.counted = _both(None if chunks.counted is None else self.of(chunks.counted), is_first)
 
     def kept(self) -> Carry:
         """Return a dict with this chunk's rows of the saved results and statistics.
@@ -676,8 +569,9 @@ class Rows:
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
 
 
-def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.psum(a, axes) if axes else a
+def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """Return the mask ``a & b``, or the mask that is not None, or None."""
+    return a & b if a is not None and b is not None else b if a is None else a
 
 
 def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
@@ -697,43 +591,8 @@ def _powers_of_two(sizes: jax.Array) -> jax.Array:
 
     Zeros, infinities and NaNs become the largest of the others, or 1 if there are no others.
     """
-    counts = jnp.isfinite(sizes) & (sizes > 0)
-    info = jnp.finfo(sizes.dtype)
-    sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)
-    sizes = lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)
+    counts, info = jnp.isfinite(sizes) & (sizes > 0), jnp.finfo(sizes.dtype)
     largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
-    return jnp.where(counts, sizes, jnp.where(largest > 0, largest, 1))
-
-
-def _evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
-    """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
-
-    Inside `jax.shard_map`, the operands of an equation must vary over the same mesh axes. The
-    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline. The
-    shardings that equations name are those of arrays that the function closes over; they are
-    dropped, because shards have none.
-    """
-    jaxpr = program.jaxpr
-    values: dict[Any, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arrays])
-    )
-
-    def value(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else values[v]
-
-    for equation in jaxpr.eqns:
-        operands = [*map(value, equation.invars)]
-        if equation.primitive.name in ("jit", "pjit"):
-            results: Any = _evaluated(equation.params["jaxpr"], *operands)
-        elif equation.primitive.name == "reshard":
-            results = operands
-        else:
-            params = {
-                key: None if isinstance(param, NamedSharding) else param
-                for key, param in equation.primitive.get_bind_params(equation.params).items()
-            }
-            operands = [jnp.asarray(a) if isinstance(a, np.generic) else a for a in operands]
-            results = equation.primitive.bind(*sharding.vary_alike(operands), **params)
-            results = results if equation.primitive.multiple_results else [results]
-        values |= zip(equation.outvars, results)
-    return [*map(value, jaxpr.outvars)]
+    sizes = jnp.where(counts, sizes, jnp.where(largest > 0, largest, 1))
+    sizes = jnp.clip(sizes, info.smallest_normal, info.max / 2)
+    return lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors, Shards
-from jaxnorm.operations import linear_loss_chunks
+from jaxnorm.operations import linear_loss_call, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
@@ -56,18 +56,17 @@ class LossRules(Rules[LinearLossCall]):
 
         Results of rows are sharded like the rows of x. A gradient is sharded like its operand.
         """
-        by_name, mesh = dict(zip(head.primals, avals)), sharding.mesh_of(avals)
-        results = head.program.statistics | head.program.results
-        x, types = by_name["x"], []
+        by_name, mesh, x = dict(zip(head.primals, avals)), sharding.mesh_of(avals), avals[0]
+        of_rows, types = head.program.statistics | head.program.results, []
         for name, kind_ in zip(head.returns, head.kinds_returned):
-            if name in by_name:
-                dtype = head.gradient_dtype(by_name[name].dtype)
-                types.append(by_name[name].update(dtype=dtype, weak_type=False))
+            if (operand := by_name.get(name)) is not None:
+                dtype = head.gradient_dtype(operand.dtype)
+                types.append(operand.update(dtype=dtype, weak_type=False))
                 continue
-            of_row, axes = results[name], 0 if kind_ == "total" else x.ndim - 1
-            split = (*x.sharding.spec[:axes], *[None] * len(of_row.shape))
-            shape = (*x.shape[:axes], *of_row.shape)
-            types.append(sharding.type_like(x, mesh, shape, of_row.dtype, split))
+            axes, own = 0 if kind_ == "total" else x.ndim - 1, of_rows[name].shape
+            split = (*x.sharding.spec[:axes], *[None] * len(own))
+            shape = (*x.shape[:axes], *own)
+            types.append(sharding.type_like(x, mesh, shape, of_rows[name].dtype, split))
         return types
 
     def plain_jax(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
@@ -76,35 +75,31 @@ class LossRules(Rules[LinearLossCall]):
     def on_shard(self, head: LinearLossCall, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays, **layout)
 
-    def differentiated(
-        self, head: LinearLossCall, *arrays: jax.Array, **layout: Any
-    ) -> list[jax.Array]:
+    def differentiated(self, head: LinearLossCall, *arrays: Any, **layout: Any) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
 
     def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # The results include gradients, so the tangents are second-order derivatives.
             return self.second_order(head, primals, tangents)
-        nonzeros = _of_differentiable(head, tangents)
-        if head.reduction == "none":
-            with_kept = dataclasses.replace(head, keeps=bool(head.kept))
-            outputs = self.bind(with_kept, *primals)
-            by_name = dict(zip(with_kept.outputs, outputs))
-            residuals = [*primals, *(by_name[name] for name in head.kept)]
-            results = [by_name[name] for name in head.outputs]
-            along = iter(self.tangents_of(head, residuals, nonzeros))
-            return results, [next(along) if is_inexact(y) else zero_like(y) for y in results]
-        nonzeros = _without_left_out_rows(head, primals, nonzeros)
-        with_gradients = head.with_gradients([*nonzeros])
-        outputs = remat.named(self.names(with_gradients), self.bind(with_gradients, *primals))
-        return self._along(with_gradients, outputs, nonzeros)
+        if head.reduction != "none":
+            nonzeros = _differentiated(head, primals, tangents)
+            full = head.with_gradients([*nonzeros])
+            outputs = remat.named(self.names(full), self.bind(full, *primals))
+            return self._along(full, outputs, nonzeros)
+        with_kept = dataclasses.replace(head, keeps=bool(head.kept))
+        by_name = dict(zip(with_kept.outputs, self.bind(with_kept, *primals)))
+        residuals = [*primals, *map(by_name.get, head.kept)]
+        nonzeros = _differentiated(head, primals, tangents)
+        along = iter(self.tangents_of(head, residuals, nonzeros))
+        results = [by_name[name] for name in head.outputs]
+        return results, [next(along) if is_inexact(y) else zero_like(y) for y in results]
 
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
-        if head.wrt or head.reduction == "none":
-            return None
         # Compute all gradients. When a `jax.checkpoint` policy decides which gradients are saved,
         # JAX does not know yet which gradients are used. Unused ones are removed later as dead
         # code.
-        return head.with_gradients(head.differentiable)
+        is_total = head.reduction != "none" and not head.wrt
+        return head.with_gradients(head.differentiable) if is_total else None
 
     def names(self, head: LinearLossCall) -> list[str | None]:
         return [None, *(_GRADIENT for _ in head.wrt)]
@@ -112,11 +107,8 @@ class LossRules(Rules[LinearLossCall]):
     def derived(
         self, head: LinearLossCall, outputs: Arrays, primals: Any, tangents: Any
     ) -> tuple[Any, Any]:
-        with_gradients = self.with_residuals(head)
-        assert with_gradients is not None
-        nonzeros = _of_differentiable(head, tangents)
-        nonzeros = _without_left_out_rows(head, primals, nonzeros)
-        return self._along(with_gradients, outputs, nonzeros)
+        full = head.with_gradients(head.differentiable)
+        return self._along(full, outputs, _differentiated(head, primals, tangents))
 
     def _along(
         self, head: LinearLossCall, outputs: Arrays, tangents: dict[str, jax.Array]
@@ -155,7 +147,6 @@ class LossRules(Rules[LinearLossCall]):
         cotangents of all batch elements, and returns one gradient of weight, which is summed over
         the batch. So it needs memory for only one gradient of weight.
         """
-        size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
         parameters = {"weight", "columns", "shared"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
@@ -163,6 +154,7 @@ class LossRules(Rules[LinearLossCall]):
         if returns_gradients or parameters & {*head.kinds_returned, *batched}:
             one = functools.partial(self.bind, head)
             return sharding.map_batch(one, arrays, dims), [0] * len(head.kinds_returned)
+        size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: str) -> jax.Array:
             if kind in parameters:
@@ -173,9 +165,9 @@ class LossRules(Rules[LinearLossCall]):
         if head.direction != "fwd" or head.reduction == "none":
             return self.bind(head, *rows), [0] * len(head.kinds_returned)
         (losses,) = self.bind(dataclasses.replace(head, reduction="none"), *rows)
-        weights = dict(zip(head.primals, rows)).get("where", jnp.ones_like(losses))
+        where = dict(zip(head.primals, rows)).get("where", jnp.ones_like(losses))
         axes = range(1, losses.ndim)
-        scale = linear_loss_chunks.scale(weights.astype(losses.dtype), head.reduction, axes)
+        scale = linear_loss_call.scale(where.astype(losses.dtype), head.reduction, axes)
         return [scale * jnp.sum(losses, axes)], [0]
 
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
@@ -197,86 +189,99 @@ class LossRules(Rules[LinearLossCall]):
         Gradients are reduced over the devices once, after the loop, and scattered to the sharding
         of their operands. XLA's own partitioning would gather and reduce in each iteration.
         """
-        by_name = dict(zip(head.takes, types))
-        x, weight = by_name["x"], by_name["weight"]
-        of_rows = by_name.get("labels", by_name.get("candidates", x))
+        x, weight = types[:2]
+        *rows, features = (sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape)))
         stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
-        rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
-        gathered: tuple[tuple[str, ...], ...] = ((),) * len(rows)
-        splits_classes = head.program.after is None
-        if splits_classes:
-            gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
+        classes = stored[1] if head.program.after is None else ()
+        gathered = _gathered_rows(x, weight, rows, classes, mesh)
         rows = [names[: len(names) - len(last)] for names, last in zip(rows, gathered)]
-        is_whole = {*sum(rows, ())} & {*stored[1]} or not splits_classes
-        classes = () if is_whole else stored[1]
-        features = sharding.axes_over(x, len(rows), mesh)
-        for name in (*stored[0], *stored[1]):
-            if name not in (*sum(rows, ()), *classes, *features):
-                _split_rows(rows, name, of_rows, mesh)
-        of_x = [names + last for names, last in zip(rows, gathered)]
-        moved: list[tuple[str, ...]] = [()] * len(rows)
+        if {*sum(rows, ())} & {*classes}:
+            classes = ()
+        exchanged: list[tuple[int, tuple[str, ...], bool]] = []
         # Exchange over the innermost mesh axis first. The outer mesh axes split d into parts, and
         # the innermost axis splits each of these parts again. So devices along the innermost axis
         # have adjacent parts of d. The exchange joins them into one larger part, and the elements
         # of d stay in order.
-        for name in reversed(features):
-            axis = None if name in classes else _split_rows(rows, name, of_rows, mesh)
-            if axis is not None:
-                moved[axis] += (name,)
-        over_rows = sum(rows, ())
-        d, v = (names if {*names} <= {*over_rows} else () for names in stored)
-        over = Over(over_rows, classes, stored=(d, v), gathered=gathered, moved=tuple(moved))
+        of_weight = [name for name in sum(stored, ()) if name not in features]
+        for name in (*of_weight, *reversed(features)):
+            # Shard the first axis of the rows whose size the number of shards divides.
+            splits = ((*names, name) for names in rows)
+            divides = [not n % _devices(mesh, names) for n, names in zip(x.shape, splits)]
+            if any(divides) and name not in (*sum(rows, ()), *classes):
+                rows[axis := divides.index(True)] += (name,)
+                exchanged += [(axis, (name,), True)] * (name in features)
+        d, v = (names if {*names} <= {*sum(rows, ())} else () for names in stored)
+        moved = [names[0] for _, names, _ in exchanged]
+        of_x = [(*(n for n in names if n not in moved), *g) for names, g in zip(rows, gathered)]
         of: dict[str, Any] = {
-            "x": (*of_x, tuple(name for name in features if name in sum(moved, ()))),
-            "weight": (d, v or classes),
-            "row": rows,
-            "mask": (*rows, classes),
+            "x": ([*of_x, tuple(n for n in features if n in moved)], []),
+            "weight": ([d, v or classes], []),
+            "columns": ([], [classes]),
+            "row": (rows, []),
+            "mask": (rows, [classes]),
         }
 
-        def spec(kind: str, shape: Sequence[int] = (0,)) -> PartitionSpec:
-            names = [*[()] * (len(shape) - 1), classes] if kind == "columns" else of.get(kind, ())
-            if kind == "mask":  # Axes of size 1, along which a mask is broadcast, stay unsharded.
-                names = [() if size == 1 else over for size, over in zip(shape, names)]
-            return PartitionSpec(*[over or None for over in names])
+        def spec(kind: str, shape: Sequence[int] = ()) -> PartitionSpec:
+            entries = _of_axes(of, kind, shape, itertools.repeat(()))
+            return PartitionSpec(*[names or None for names in entries])
 
-        operands = zip(head.kinds_taken, types)
+        moves = {"x": _gathers(gathered) + exchanged, "weight": _gathers((d, v))}
+        over = Over(sum(rows, ()), classes, moves)
         return Shards(
-            operands=tuple(spec(kind, aval.shape) for kind, aval in operands),
-            results=tuple(spec(kind) for kind in head.kinds_returned),
+            operands=tuple(spec(kind, a.shape) for kind, a in zip(head.kinds_taken, types)),
+            results=tuple(map(spec, head.kinds_returned)),
             run=functools.partial(run, head, over=over),
         )
 
     def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
-        fresh = (f"t{i}" for i in itertools.count())
         rows = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
-        shapes = {n: (*rows, *a.shape) for n, a in head.program.statistics.items()}
-        shapes |= {n: (*rows, *a.shape) for n, a in head.program.results.items()}
-        shapes |= dict(zip(head.takes, (a.shape for a in arrays)))
+        # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
+        # shard weight and its gradient like x. With different names, weight and its gradient keep
+        # the sharding of weight.
+        of: dict[str, Any] = {
+            "x": ([*rows, "d"], []),
+            "weight": (["k", "v"], []),
+            "columns": ([], ["v"]),
+            "row": (rows, []),
+            "mask": (rows, ["v"]),
+        }
+        others = (f"t{i}" for i in itertools.count())
 
-        def factors(name: str, kind: str) -> str:
-            # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
-            # shard weight and its gradient like x. With different names, weight and its gradient
-            # keep the sharding of weight.
-            known: dict[str, list[str]] = {"x": [*rows, "d"], "weight": ["k", "v"], "total": []}
-            if kind in known:
-                return " ".join(known[kind])
-            first = rows if kind in OF_ROWS else []
-            last = ["v"] if kind in ("columns", "mask") else []
-            others = len(shapes[name]) - len(first) - len(last)
-            names = [*first, *itertools.islice(fresh, others), *last]
-            if kind == "mask":
-                names = [next(fresh) if s == 1 else n for n, s in zip(names, shapes[name])]
-            return " ".join(names)
+        def factors(kinds: Sequence[str], avals: Sequence[Any]) -> list[str]:
+            pairs = zip(kinds, avals)
+            return [" ".join(_of_axes(of, kind, a.shape, others)) for kind, a in pairs]
 
-        operands = [*map(factors, head.takes, head.kinds_taken)]
-        results = [*map(factors, head.returns, head.kinds_returned)]
+        operands = factors(head.kinds_taken, arrays)
+        results = factors(head.kinds_returned, self.types(head, *map(jax.typeof, arrays)))
         named = dict.fromkeys(" ".join(operands).split())
         return Factors(operands, results, whole=tuple(n for n in named if n.startswith("t")))
 
 
+def _of_axes(of: dict[str, Any], kind: str, shape: Sequence[int], others: Iterator[Any]) -> Any:
+    """Return a list with an entry for each axis of an array of this kind and shape.
+
+    `of` has the entries of the first and of the last axes, and `others` those of further axes. Axes
+    of size 1, along which a mask is broadcast, also have one of `others`.
+    """
+    first, last = of.get(kind, ([], []))
+    count = max(0, len(shape) - len(first) - len(last))
+    entries = [*first, *itertools.islice(others, count), *last]
+    if kind != "mask":
+        return entries
+    return [next(others) if size == 1 else entry for size, entry in zip(shape, entries)]
+
+
+def _gathers(over: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...], bool]]:
+    return [(axis, names, False) for axis, names in enumerate(over) if names]
+
+
+def _devices(mesh: Any, names: Iterable[str]) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
 def _gathered_rows(
     x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
-) -> tuple[tuple[str, ...], ...]:
+) -> list[tuple[str, ...]]:
     """Return the mesh axes over which x is gathered: one tuple for each row axis of x.
 
     The row axes of x are all axes except the last. The tuple of a row axis has the mesh axes that
@@ -291,67 +296,38 @@ def _gathered_rows(
       classes: the mesh axes that shard the classes.
       mesh: the mesh.
     """
-    gathered = []
-    for names in rows:
-        count = next((i for i, name in enumerate(reversed(names)) if name not in classes), None)
-        gathered.append(names if count is None else names[len(names) - count :])
-    shared, split = {*sum(gathered, ())}, {*sum(rows, ())} & {*classes}
-
-    def size(shape: Sequence[int], names: Sequence[str]) -> int:
-        return math.prod(shape) // math.prod(mesh.shape[n] for n in names if n not in shared)
-
-    is_smaller = size(x.shape[:-1], sum(rows, ())) < size(weight.shape[1:], classes)
-    return tuple(gathered) if shared == split and is_smaller else ((),) * len(rows)
+    both = {*sum(rows, ())} & {*classes}
+    inner = [itertools.takewhile(both.__contains__, reversed(names)) for names in rows]
+    gathered = [tuple(reversed([*names])) for names in inner]
+    of_rows, of_classes = ({*names} - both for names in (sum(rows, ()), classes))
+    x_rows = math.prod(x.shape[:-1]) // _devices(mesh, of_rows)
+    is_smaller = x_rows < weight.shape[1] // _devices(mesh, of_classes)
+    return gathered if is_smaller and {*sum(gathered, ())} == both else [()] * len(rows)
 
 
-def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
-    """Choose an axis of the rows to shard over the mesh axis `name`; return its index, or None.
-
-    The rows have one or more axes: all axes of x but the last. The choice is the first axis whose
-    size is divisible by the number of shards. Axes along which the labels are already sharded over
-    `name` are tried first. The result is None if no size is divisible.
-
-    Args:
-      rows: for each axis of the rows, the mesh axes that shard it. `name` is added to the tuple of
-        the chosen axis, in place.
-      name: name of the mesh axis.
-      labels: type of the labels, or of another array with the axes of the rows.
-      mesh: the mesh.
-    """
-    splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
-    for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):
-        names = (*rows[axis], name)
-        if labels.shape[axis] % math.prod(mesh.shape[each] for each in names) == 0:
-            rows[axis] = names
-            return axis
-    return None
-
-
-def _without_left_out_rows(
-    head: LinearLossCall, primals: Arrays, tangents: dict[str, jax.Array]
+def _differentiated(
+    head: LinearLossCall, primals: Arrays, tangents: Sequence[Any]
 ) -> dict[str, jax.Array]:
-    """Return the tangents, with those of rows set to 0 where the weight in ``where`` is 0.
+    """Return the nonzero tangents of the operands that can have one, in a dict.
 
-    The gradient of x is 0 in these rows. It is multiplied by x's tangent, and if the tangent were
-    NaN there, the product would be NaN.
+    The tangents of rows are set to 0 where the weight in ``where`` is 0. The gradient of x is 0 in
+    these rows. It is multiplied by x's tangent, and if the tangent were NaN there, the product
+    would be NaN.
     """
     where = dict(zip(head.primals, primals)).get("where")
-    if where is None:
-        return tangents
+    nonzeros = nonzero((n, t) for n, t in zip(head.primals, tangents) if n in head.differentiable)
 
     def of_counted(along: jax.Array) -> jax.Array:
+        assert where is not None
         counts = jnp.expand_dims(counted(where), range(where.ndim, along.ndim))
         counts = jnp.broadcast_to(counts, along.shape)
         counts, along = sharding.vary_alike([counts, along])
         return jnp.where(sharding.lie_alike(counts, along), along, 0)
 
-    return {n: of_counted(t) if kind(n) in OF_ROWS else t for n, t in tangents.items()}
-
-
-def _of_differentiable(head: LinearLossCall, tangents: Sequence[Any]) -> dict[str, jax.Array]:
-    """Return the nonzero tangents of the operands that can have one, in a dict."""
-    nonzeros = nonzero(zip(head.primals, tangents))
-    return {name: t for name, t in nonzeros.items() if name in head.differentiable}
+    is_masked = where is not None and head.reduction != "none"
+    return {
+        n: of_counted(t) if is_masked and kind(n) in OF_ROWS else t for n, t in nonzeros.items()
+    }
 
 
 _RULES = LossRules()

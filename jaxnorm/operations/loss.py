@@ -239,7 +239,7 @@ def loss_call(
     if smoothing and mask is not None:
         raise ValueError(
             f"{function}: label_smoothing={given!r} with a mask of classes (where has as "
-            "many axes as logits), which says nothing of the targets of the others; expected 0, or "
+            "many axes as logits), for which smoothed targets are not defined; expected 0, or "
             "a mask of positions with the axes of labels; leave one of both out"
         )
     op = FUNCTIONS[of or function].op if candidates is None else FUNCTIONS[of or function].several
@@ -335,7 +335,7 @@ def masks(
             classes = _instead_of_classes(array.shape, shape)
         raise ValueError(
             f"{function}: where has shape {array.shape}; expected one that broadcasts to {of} "
-            f"shape {of_labels}, with {len(of_labels)} axes: which positions count, or how much"
+            f"shape {of_labels}, with {len(of_labels)} axes: a mask or weights of positions"
             f"{classes}{checks.reshaping('where', array.shape, of_labels, *logits)}"
         )
     return None, jnp.broadcast_to(array, of_labels)

@@ -170,10 +170,10 @@ def layer_norm(
         gradient of x, and x is saved for any value of ``save``.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``: the function of :mod:`jax.nn` with its
-        default arguments (gelu is the tanh approximation), applied to the norm's result in the same
-        pass. None for no activation. The backward pass cannot invert an activation, so x is saved
-        for any value of ``save``.
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
+        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation), applied to the
+        norm's result in the same pass. None for no activation. The backward pass cannot invert an
+        activation, so x is saved for any value of ``save``.
 
     Returns:
       Array of x's shape in ``dtype``.
@@ -514,11 +514,12 @@ def rms_norm_gated(
       \qquad \text{or} \qquad
       y = \mathrm{rms\_norm}(x \cdot \mathrm{activation}(\mathrm{gate}))
 
-    Gated delta nets use the first form, over the columns of each head (Yang, Kautz and Hatamizadeh,
-    2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second form
-    (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic is float32 (float64 if x,
-    gate or the output is float64), and the result is rounded once. The residuals are x, gate, and
-    one number for each row. The backward pass recomputes ``rms_norm(x)`` and ``activation(gate)``.
+    Gated delta nets apply the gate after the norm, which is over the columns of each head (Yang,
+    Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2
+    applies it before the norm (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic
+    is float32 (float64 if x, gate or the output is float64), and the result is rounded once. The
+    residuals are x, gate, and one number for each row. The backward pass recomputes
+    ``rms_norm(x)`` and ``activation(gate)``.
 
     Args:
       x: array (..., d); bfloat16, float16, float32 or float64.
@@ -526,8 +527,7 @@ def rms_norm_gated(
       scale: array (d,), as in :func:`jaxnorm.rms_norm`. It may have axes before d, which broadcast
         to x's other axes. For example, Mamba 2 with groups has x (..., groups, d) and scale
         (groups, d). None for no scale (``scale_offset`` is then unused).
-      norm_before_gate: True to normalise x (the first form), False to normalise
-        ``x * activation(gate)`` (the second form).
+      norm_before_gate: True to normalise x, False to normalise ``x * activation(gate)``.
       activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
         function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation).
       epsilon: added to the mean square, at least 0.

@@ -13,7 +13,7 @@ rstd is an array with one number for each row: 1 / sqrt(mean(x^2) + epsilon).
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +125,8 @@ def rms_norm_linear(
       residual: array of x's shape; any of these dtypes; or None. If it is given, the function
         computes ``h = x + residual`` in residual's dtype. It normalises h instead of x, and also
         returns h.
-      activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"`` or ``"silu"``: the function of
-        :mod:`jax.nn` with its default arguments (gelu is the tanh approximation). None for no
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
+        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation). None for no
         activation.
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
@@ -215,7 +215,7 @@ def _call_of(
     bias and residual.
     """
     shape, weight = x.shape, others["weight"]
-    names = get_args(LinearActivation)
+    names = [*products.ACTIVATIONS]
     if not isinstance(activation, str | None) or activation not in (None, *names):
         raise ValueError(
             f"{NAME}: activation={activation!r}; expected one of "

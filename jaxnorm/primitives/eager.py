@@ -87,10 +87,11 @@ def compiled[**P, T](
 
         @functools.wraps(function)
         def explained(*arguments: P.args, **options: P.kwargs) -> T:
+            spelled = mistakes.respelled(function.__name__, parameters, options)
             try:
-                return call(*arguments, **options)
+                return call(*arguments, **spelled)  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
-                mistakes.explain(call, arguments, options, error)
+                mistakes.explain(call, arguments, spelled, error)
                 raise
 
         return explained

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ _MEANT = {
     **_named("x or logits or gate", "input", "inputs", "hidden_states", "x", "logits"),
     **_named("logits_scale=1 / temperature or scale=1 / temperature", "temperature", "temp"),
     **_named("scale or logits_scale", "scale", "sm_scale", "softmax_scale"),
-    **_named("logit_softcap", "softcap", "soft_cap", "logits_soft_cap", "logits_softcap", "cap"),
+    **_named("logit_softcap", "softcap", "soft_cap", "logits_soft_cap", "cap"),
     **_named("label_smoothing", "smoothing", "label_smooth"),
     **_named("z_loss", "lse_square_scale", "z_loss_weight", "z_loss_coefficient"),
     **_named("chunk", "chunk_size", "block_size"),
@@ -39,6 +39,27 @@ _MEANT = {
     **_named("implementation", "impl", "backend"),
     **_named("activation", "act", "act_fn", "activation_fn"),
 }
+
+# Other spellings that functions accept, and the documented spelling of these arguments.
+_SPELLINGS = {
+    "logit_scale": "logits_scale",
+    "logits_softcap": "logit_softcap",
+    "teacher_logits_softcap": "teacher_logit_softcap",
+}
+
+
+def respelled[T](function: str, ours: Collection[str], options: Mapping[str, T]) -> dict[str, T]:
+    """Return the options of a call under their documented names.
+
+    Raise TypeError if the call has both spellings of an argument.
+    """
+    result = dict(options)
+    for other in _SPELLINGS.keys() & options.keys():
+        if (name := _SPELLINGS[other]) in ours:
+            if name in options:
+                raise TypeError(f"{function}: got both {name}= and {other}=; expected one of them")
+            result[name] = result.pop(other)
+    return result
 
 
 def explain(

@@ -25,7 +25,8 @@ _OTHER_RATES = (600e12, 3.0e12)
 
 # XLA fuses elementwise operations. On average, one in this number of them stores its result.
 _FUSED = 8
-# Without a budget, this many bytes of memory traffic are accepted to save one byte less.
+# Without a budget, an array is not saved if recomputing it takes at most this many bytes of memory
+# traffic for each of its bytes.
 _TRAFFIC_PER_BYTE = 500
 # Seconds of random bits, relative to another elementwise operation. Without a budget, a mask of one
 # byte per element is saved, because the 32 random bits of an element cost more.

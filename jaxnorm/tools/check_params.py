@@ -216,7 +216,7 @@ def check_params(
             known = ", ".join(norm.path for norm in norms) or "none"
             raise ValueError(
                 f"{caller}: rotated names {name!r}, and the path of no norm ends so; norms that "
-                f"there are: {known}"
+                f"were found: {known}"
             )
     return ParamReport(y_dtype.name, tuple(norms))
 
@@ -266,7 +266,8 @@ def _report(
     if partners is not None:
         if b is not None:
             raise ValueError(
-                f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none"
+                f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none; "
+                "list norms without a bias in rotated="
             )
         of_partner = _partner_ratio(g, partners(path, (g.shape or (1,))[-1]), y_dtype)
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
@@ -374,7 +375,7 @@ def _host(name: str, path: str, value: Any) -> np.ndarray:
     if array.dtype == object:
         raise TypeError(
             f"check_params: {path}/{name} is a {type(value).__name__}; expected an array with its "
-            "values, by which a norm is judged"
+            "values, from which its verdict is computed"
         )
     if array.dtype.name not in FLOAT_DTYPES:
         raise TypeError(

@@ -56,9 +56,9 @@ class Value:
       layers: number of times that the program computes the array: the product of the lengths of the
         scans around it; 1 outside of scans.
       users: the values that have this value among their operands.
-      equation: the equation of the jaxpr that computes the array; None if there is none.
+      equation: the equation of the jaxpr that computes the array, or the literal; None if there is
+        neither.
       is_active: True if the array depends on an argument that is differentiated.
-      number: the number, if the array is a literal.
     """
 
     def __init__(
@@ -70,12 +70,11 @@ class Value:
         layers: int = 1,
         equation: Any = None,
         is_active: bool = False,
-        number: Any = None,
     ) -> None:
         self.shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
         self.dtype: np.dtype = getattr(aval, "dtype", np.dtype(bool))
         self.made_by, self.operands, self.source = made_by, tuple(operands), source
-        self.layers, self.equation, self.number = layers, equation, number
+        self.layers, self.equation = layers, equation
         self.size = math.prod(self.shape)
         self.local = _local_shape(aval, self.shape)
         self.users: list[Value] = []
@@ -112,7 +111,6 @@ class Program:
       by_origin: a dict of the saved arrays. The key of a saved array ``v`` is ``origin(v)``. If
         ``v`` is the result of primitives that only name or copy an array, ``origin(v)`` is that
         array. Otherwise, it is ``v``.
-      advised: the saved arrays for which advice has been found.
     """
 
     def __init__(self, traced: Any, count: int, is_active: Sequence[bool]) -> None:
@@ -140,7 +138,6 @@ class Program:
         # other axes of a mesh.
         self.saved = [*{_unvaried(v): v for v in reversed(computed) if v.bytes}.values()][::-1]
         self.by_origin = {origin(v): v for v in self.saved}
-        self.advised: set[Value] = set()
 
     @functools.cached_property
     def live(self) -> Container[Value]:
@@ -167,7 +164,7 @@ class Program:
 
         def read(v: Any) -> Value:
             if isinstance(v, Literal):
-                return Value(v.aval, "literal", number=v.val)
+                return Value(v.aval, "literal", equation=v)
             return values[v]
 
         for equation in jaxpr.eqns:

@@ -5,7 +5,7 @@ logits are used only by computations of that position, `jaxnorm.linear_loss` can
 computations. A linear loss with a name is advised instead if it returns the same numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jaxnorm.tools import values
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Program, Value, reached
 from jaxnorm.tools.loss_values import Loss
-from jaxnorm.tools.values import Head, Rows
+from jaxnorm.tools.values import Head, Rows, stored
 
 # Primitives that return the elements of their operand in another shape, order or dtype.
 _COPYING = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", *NAMING}
@@ -70,14 +70,39 @@ def advice(program: Program) -> dict[Value, tuple[Advice, int]]:
     return found
 
 
+class _Replaced(NamedTuple):
+    """A part of the program that a linear loss can compute.
+
+    Attributes:
+      function: name of the linear loss.
+      head: the linear layer.
+      cuts: the results of the part.
+      rows: the positions of the arrays in the part.
+      options: arguments of the linear loss.
+      is_summed: True if only a sum over the positions is used.
+    """
+
+    function: str
+    head: Head
+    cuts: Sequence[Value]
+    rows: Rows
+    options: dict[str, str]
+    is_summed: bool
+
+
 def _losses(program: Program) -> Iterator[Advice]:
     """Yield advice on each matmul whose result a linear loss need not save."""
     heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
     for head in heads:
         if head.logits.is_active and head.classes**2 > 2 * head.weight.size:
-            one = _named(head, heads, program) or _any(head, program)
-            if one is not None and one.saves > 0:
-                yield one
+            for part in _replaced(head, heads, program):
+                # The results have the positions of the logits, or some of them, in order.
+                numbers = [stored(part.rows[v]).ravel() for v in part.cuts]
+                if numbers and all(np.all(np.diff(n) >= 0) for n in numbers):
+                    one = _advice(part, program)
+                    if one.saves > 0:
+                        yield one
+                    break
 
 
 def _head(product: Value) -> Head | None:
@@ -118,40 +143,30 @@ def _copied(value: Value) -> Value:
 # ----------------------------------------------------------------------- the loss of the logits
 
 
-def _any(head: Head, program: Program) -> Advice | None:
-    """Return advice to use linear_loss for all that is computed position by position."""
-    rows = values.positions(program, [head])
-    after = {v: [u for u in _live(v, program) if u not in rows] for v in rows}
-    cuts = [v for v in rows if after[v]]
-    wide = [(v, u) for v in cuts if 4 * v.size > head.logits.size for u in after[v]]
-    is_row = all(values.sums_classes(u, rows[v]) for v, u in wide)
-    if not (is_row and _are_in_order(cuts, rows)):
-        return None
-    is_summed = len(cuts) == 1 and _are_summed(cuts, program)
-    return _advice("linear_loss", head, cuts, rows, {}, is_summed, program)
-
-
-def _named(head: Head, heads: Sequence[Head], program: Program) -> Advice | None:
-    """Return advice to use a linear loss with a name, or None if it returns other numbers."""
+def _replaced(head: Head, heads: Sequence[Head], program: Program) -> Iterator[_Replaced]:
+    """Yield parts of the program that a linear loss can compute from a head's logits."""
     teachers = [h for h in heads if h.logits.shape == head.logits.shape and not h.logits.is_active]
     for pair in ([head], *([head, teacher] for teacher in teachers)):
         loss = Loss(pair, values.positions(program, pair))
-        for function, cuts, options in loss.found():
-            inside = _inside(head, cuts, lambda v: _live(v, program))
-            is_summed = "log_prob" not in function and _are_summed(cuts, program)
-            is_loss = is_summed or "cross_entropy" not in function
-            if is_loss and inside.keys() <= loss.rows.keys() and _are_in_order(cuts, loss.rows):
-                return _advice(function, head, cuts, loss.rows, options, is_summed, program)
-    return None
-
-
-def _are_in_order(cuts: Sequence[Value], rows: Rows) -> bool:
-    """Return True if the arrays have the positions of the logits, or some of them, in order."""
-    return bool(cuts) and all(np.all(np.diff(rows[v].ravel()) > 0) for v in cuts)
+        for function, found, entropies, options in loss.found():
+            inside = _inside(head, found | entropies, lambda v: _live(v, program))
+            cuts = [v for v in inside if v in found or v in entropies]
+            if not found.isdisjoint(cuts) and inside.keys() <= loss.rows.keys():
+                is_summed = entropies.isdisjoint(cuts) and _are_summed(cuts, loss.rows, program)
+                if is_summed and "log_prob" in function:
+                    function = "linear_softmax_cross_entropy"
+                yield _Replaced(function, head, cuts, loss.rows, options, is_summed)
+    # linear_loss can do everything that is computed position by position.
+    rows = values.positions(program, [head])
+    after = {v: [u for u in _live(v, program) if u not in rows] for v in rows}
+    cuts = [v for v in rows if after[v]]
+    wide = [v for v in cuts if 4 * v.size > head.logits.size]
+    if all(values.sums_classes(u, rows[v]) for v in wide for u in after[v]):
+        yield _Replaced("linear_loss", head, cuts, rows, {}, _are_summed(cuts, rows, program))
 
 
 def _inside(
-    head: Head, cuts: Sequence[Value], users: Callable[[Value], Sequence[Value]]
+    head: Head, cuts: Collection[Value], users: Callable[[Value], Sequence[Value]]
 ) -> dict[Value, None]:
     """Return the arrays that are computed from the logits before `cuts`, and `cuts`."""
     return reached([head.logits], lambda v: () if v in cuts else users(v))
@@ -161,8 +176,8 @@ def _live(value: Value, program: Program) -> list[Value]:
     return [v for v in value.users if v in program.live]
 
 
-def _are_summed(losses: Sequence[Value], program: Program) -> bool:
-    """Return True if only sums of losses are used, or sums of losses times constant weights."""
+def _are_summed(losses: Sequence[Value], rows: Rows, program: Program) -> bool:
+    """Return True if there is one loss for each position, of which only a weighted sum is used."""
 
     def is_linear(value: Value) -> bool:
         of_losses = [v.is_active for v in value.operands]
@@ -172,25 +187,19 @@ def _are_summed(losses: Sequence[Value], program: Program) -> bool:
         return value.made_by in _SUMS or (is_product and sum(of_losses) == 1)
 
     after = reached(losses, lambda v: _live(v, program) if v.size > 1 else [])
-    return all(v in losses or is_linear(v) for v in after)
+    is_one = len(losses) == 1 and bool(np.all(np.diff(stored(rows[losses[0]]).ravel()) > 0))
+    return is_one and all(v in losses or is_linear(v) for v in after)
 
 
 # ----------------------------------------------------------------------------- what it saves
 
 
-def _advice(
-    function: str,
-    head: Head,
-    cuts: Sequence[Value],
-    rows: Rows,
-    options: dict[str, str],
-    is_summed: bool,
-    program: Program,
-) -> Advice:
+def _advice(part: _Replaced, program: Program) -> Advice:
     """Return advice to use a linear loss for the arrays between a matmul and `cuts`.
 
     A sum or a mean saves the gradients of its operands; other linear losses save the operands.
     """
+    function, head, cuts, rows, options, is_summed = part
     inside = _inside(head, cuts, lambda v: v.users)
     shapes = {v.shape for v in inside if 4 * v.size > head.logits.size}
     for value in reversed(program.values):
@@ -217,7 +226,7 @@ def _advice(
     if not is_summed and function != "linear_log_prob_and_entropy":
         options = options | {"reduction": '"none"'}
     is_any, text = function == "linear_loss", [f"{name}={text}" for name, text in options.items()]
-    is_sliced = any(rows[v].size * head.classes < head.logits.size for v in cuts)
+    is_sliced = any(stored(rows[v]).size * head.classes < head.logits.size for v in cuts)
     how = (
         f"replace the loss {{at}} and the matmul before it with jaxnorm.{function}"
         + "(fun, x, weight, *rows)" * is_any

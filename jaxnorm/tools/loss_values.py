@@ -1,13 +1,13 @@
 """Values of a loss, which are compared with those of jaxnorm's losses of a linear layer."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from scipy import special
 
 from jaxnorm.tools.kept_arrays import Value
-from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree, sums_classes
+from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree, stored, sums_classes
 
 # Scales that differ less from 1 differ because numbers in the program are rounded to float32.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
@@ -26,72 +26,67 @@ class Loss:
     """
 
     def __init__(self, heads: Sequence[Head], rows: Rows) -> None:
-        self.heads, self.rows, self.draws = heads, rows, list[Draw]()
+        self.heads, self.rows = heads, rows
         self.logits, self.results = dict[Value, np.ndarray](), dict[Value, np.ndarray]()
-        for seed in range(3):
-            random = np.random.default_rng(seed)
-            given = {head.logits: self._given(head, random) for head in heads}
-            self.draws.append(Draw(rows, given, {}, seed))
-        first, logits = self.draws[0], heads[0].logits
-        kept = {v for v in rows if v.made_by == "stop_gradient"} | {h.logits for h in heads}
+        randoms = map(np.random.default_rng, range(4))
+        given = [{h.logits: 3 * r.normal(size=h.row()) for h in heads} for r in randoms]
+        self.draws = [Draw(rows, each, {}, seed) for seed, each in enumerate(given[:3])]
+        first, (student, *teacher) = self.draws[0], (h.logits for h in heads)
         with contextlib.suppress(UnknownError):
-            given = {v: first(v) for v in kept} | {logits: given[logits]}
-            self.draws.append(Draw(rows, given, first.drawn))
+            stopped = {v: first(v) for v in [*rows, *teacher] if v.made_by == "stop_gradient"}
+            same = {v: first(v) for v in teacher}
+            last = stopped | same | {student: given[3][student]}
+            self.draws.append(Draw(rows, last, first.drawn))
         for value in rows:
             with contextlib.suppress(UnknownError):
-                found = np.stack([draw(value).ravel() for draw in self.draws])
+                found = np.stack([draw.row(value) for draw in self.draws])
                 if found.dtype.kind == "f" and found.shape[1] == heads[0].classes:
                     self.logits[value] = found
                 if found.shape[1] == 1 or any(sums_classes(u, rows[value]) for u in value.users):
                     self.results[value] = found.sum(1)
 
-    def _given(self, head: Head, random: np.random.Generator) -> np.ndarray:
-        shape = [n if i == head.axis else 1 for i, n in enumerate(head.logits.shape)]
-        return 3 * random.normal(size=shape)
+    def found(self) -> Iterator[tuple[str, set[Value], set[Value], dict[str, str]]]:
+        """Yield losses of jaxnorm with their options, and the arrays that have their numbers.
 
-    def found(self) -> Iterator[tuple[str, list[Value], dict[str, str]]]:
-        """Yield triples: a loss of jaxnorm, the arrays that it computes, and its options."""
-        for value, z in self.logits.items():
-            log_p = _log_softmax(z)
+        The arrays are in two sets: those with the loss, and those with the entropy.
+        """
+        for z, numbers in self.logits.items():
+            log_p = special.log_softmax(numbers, -1)
             entropies = self._equal(np.sum(np.exp(log_p) * log_p, -1))
             for label in self._labels():
-                log_probs = self._equal(log_p[np.arange(len(log_p)), label])
-                options = self._options(value, self.heads[0]) if log_probs else None
-                if options is None:
-                    continue
-                for v in log_probs:
-                    if v.size // self.rows[v].size in (1, self.heads[0].classes):
-                        yield "linear_softmax_cross_entropy", [v], options
-                for v, entropy in itertools.product(log_probs, [[], *([e] for e in entropies)]):
-                    yield "linear_log_prob_and_entropy", [v, *entropy], options
-            for teacher, other in self.logits.items() if len(self.heads) == 2 else ():
-                yield from self._divergences(value, log_p, teacher, _log_softmax(other))
+                picked = self._equal(log_p[np.arange(len(log_p)), label])
+                options = self._options(z, self.heads[0]) if picked else None
+                if options is not None:
+                    yield "linear_log_prob_and_entropy", picked, entropies, options
+            for teacher, others in self.logits.items() if len(self.heads) == 2 else ():
+                of_teacher = special.log_softmax(others, -1)
+                pairs = (of_teacher, log_p), (log_p, of_teacher)
+                for reverse, (p, q) in zip(({}, {"reverse": "True"}), pairs):
+                    found = self._equal(np.sum(np.exp(p) * (p - q), -1))
+                    options = self._options_of_both(z, teacher) if found else None
+                    if options is not None:
+                        yield "linear_kl_divergence", found, set(), options | reverse
 
-    def _divergences(
-        self, value: Value, log_q: np.ndarray, teacher: Value, log_p: np.ndarray
-    ) -> Iterator[tuple[str, list[Value], dict[str, str]]]:
-        for reverse, p, q in (("False", log_p, log_q), ("True", log_q, log_p)):
-            found = self._equal(np.sum(np.exp(p) * (p - q), -1))
-            pairs = zip((value, teacher), self.heads)
-            options, others = (self._options(*pair) if found else None for pair in pairs)
-            if options is None or others is None:
-                continue
-            if options.get("logits_scale") == others.pop("logits_scale", None):
-                options |= {f"teacher_{name}": text for name, text in others.items()}
-                options |= {"reverse": reverse} if reverse == "True" else {}
-                yield from (("linear_kl_divergence", [v], options) for v in found)
-
-    def _equal(self, numbers: np.ndarray) -> list[Value]:
+    def _equal(self, numbers: np.ndarray) -> set[Value]:
         """Return the arrays that have these numbers, or the numbers with the other sign."""
         found = self.results.items()
-        return [v for v, r in found if agree(r, numbers) or agree(r, -numbers)]
+        return {v for v, r in found if agree(r, numbers) or agree(r, -numbers)}
 
     def _labels(self) -> set[tuple[int, ...]]:
         """Return the values of the integers that may be labels: an index for each draw."""
-        arrays = [draw.arrays for draw in self.draws]
-        common = [v for v in arrays[0] if v not in self.rows and all(v in a for a in arrays)]
-        found = (np.stack([a[v].ravel() for a in arrays]) for v in common if _is_integer(v))
+        known = [draw.arrays for draw in self.draws]
+        common = [v for v in known[0] if np.issubdtype(v.dtype, np.integer)]
+        common = [v for v in common if v not in self.rows and all(v in each for each in known)]
+        found = [np.stack([draw.row(v) for draw in self.draws]) for v in common]
         return {tuple(a[:, 0] % self.heads[0].classes) for a in found if a.shape[1] == 1}
+
+    def _options_of_both(self, student: Value, teacher: Value) -> dict[str, str] | None:
+        options, others = map(self._options, (student, teacher), self.heads)
+        if options is None or others is None:
+            return None
+        is_same = options.get("logits_scale") == others.pop("logits_scale", None)
+        named = {f"teacher_{name}": text for name, text in others.items()}
+        return options | named if is_same else None
 
     def _options(self, value: Value, head: Head) -> dict[str, str] | None:
         """Return the options with which a loss computes `value` from the logits of a head.
@@ -101,21 +96,22 @@ class Loss:
         """
         scales, options = [], dict[str, str]()
         for draw in self.draws:
-            z, given = draw(head.logits), {h.logits: draw(h.logits) for h in self.heads}
-            ends = Draw(self.rows, given | {head.logits: 1e30 * z}, draw.drawn)(value)
-            zero = Draw(self.rows, given | {head.logits: 0 * z}, draw.drawn)(value).ravel()
-            z, y, cap = z.ravel(), draw(value).ravel(), float(np.max(np.abs(ends)))
-            if cap < 1e20:
+            given = {h.logits: stored(draw(h.logits)) for h in self.heads}
+            multiples = (given | {head.logits: n * given[head.logits]} for n in (0.0, 1.0, 1e30))
+            zero, y, end = (Draw(self.rows, m, draw.drawn).row(value) for m in multiples)
+            z = draw.row(head.logits)
+            cap = float(np.max(np.abs(end)))
+            if cap < 1e20 * np.max(np.abs(y)):
                 options["logit_softcap"] = f"{cap:.7g}"
-                y, zero = (cap * np.arctanh(a / cap) for a in (y, zero))
+                zero, y = (cap * np.arctanh(a / cap) for a in (zero, y))
             scales.append(np.dot(z, y - zero) / np.dot(z, z))
             bias = zero / (scales[-1] or 1.0)
             if np.any(bias):
                 options["bias"] = "the added vector"
-            others = [a.ravel() for v, a in draw.arrays.items() if v not in self.rows]
-            vectors = [0 * z, *(a for a in others if a.size == z.size)]
+            inputs = [v for v in draw.arrays if v not in self.rows and v.size == z.size]
+            vectors = [0 * z, *(draw.row(v) for v in inputs)]
             is_linear = scales[-1] and agree(scales[-1] * z, y - zero)
-            if not (is_linear and any(agree(bias, vector) for vector in vectors)):
+            if not (is_linear and any(agree(bias, v) for v in vectors)):
                 return None
         if np.ptp(scales) > _ROUNDING * abs(scales[0]):
             inputs = self.draws[0].drawn.items()
@@ -125,12 +121,3 @@ class Loss:
         elif abs(scales[0] - 1) > _ROUNDING:
             options["logits_scale"] = f"{scales[0]:.7g}"
         return options
-
-
-def _is_integer(value: Value) -> bool:
-    return np.issubdtype(value.dtype, np.integer)
-
-
-def _log_softmax(z: np.ndarray) -> np.ndarray:
-    z = z - np.max(z, -1, keepdims=True)
-    return z - np.log(np.sum(np.exp(z), -1, keepdims=True))

@@ -1,20 +1,18 @@
-"""The report of ``python -m jaxnorm``: versions, devices, implementations, missing extras."""
+"""The report of ``python -m jaxnorm``: versions, devices, and what runs each function."""
 
 import ctypes
 import inspect
 import platform
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 import jax
 
 import jaxnorm
-from jaxnorm.calls import backends
 from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
-from jaxnorm_kernels import launching, timings
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
 # Shapes of x for which the report lists implementations. `_SHAPE` is the shape of a transformer's
@@ -26,22 +24,13 @@ _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
 def report() -> str:
     """Return the report as text: a title and an indented paragraph for each subject."""
     parts = {
-        "versions": _columns(_versions()),
+        "versions": table([*_versions()], left=(0, 1)),
         "devices": "\n".join(map(_device, jax.local_devices())),
-        "implementations, in the order in which calls try them": _columns(_implementations()),
-        f"what runs here, for {_DTYPE} {_SHAPE}, and heads {_HEADS}": _columns(_choices()),
-        "extras that are not installed (commands are for a checkout of jaxnorm)": (
-            _columns(_missing_extras()) or "none"
+        f"what runs here, for {_DTYPE} {_SHAPE}, and heads {_HEADS}": table(
+            [*_choices()], left=(0, 1, 2)
         ),
     }
-    if advice := _advice():
-        parts["kernels for this GPU"] = advice
     return "\n\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
-
-
-def _columns(lines: Iterable[Sequence[str]]) -> str:
-    lines = list(lines)
-    return table(lines, left=range(len(lines[0]))) if lines else ""
 
 
 def _indented(text: str) -> str:
@@ -93,26 +82,6 @@ def _device(device: Any) -> str:
     return text
 
 
-def _implementations() -> Iterator[tuple[str, str]]:
-    here = backends.local_platform()
-    for name in backends.order(here):
-        absence = backends.absence(name, here)
-        yield name, f"can run on {here}" if absence is None else f"not on {here}: {absence}"
-
-
-# Public objects without an implementation of their own, with a description of each.
-_TOOLS = {
-    "auto_remat": "plans on the host, when a function is differentiated",
-    "check_params": "judges a model's parameters on the host",
-    "fit_memory": "compiles a training step that fits into a given memory",
-    "implementation_for": "traces a call on the host, and runs nothing",
-    "linear_loss": "runs a given function, and the calls in it, on each chunk of rows",
-    "memory_report": "traces a derivative on the host, and runs nothing",
-    "remat_plan": "traces a derivative on the host, and runs nothing",
-    "save_policy": "a policy of jax.checkpoint: which residuals it saves",
-}
-
-
 def _choices() -> Iterator[tuple[str, str, str]]:
     """Yield lines with the implementation of each function and pass, and the reason for it.
 
@@ -126,52 +95,3 @@ def _choices() -> Iterator[tuple[str, str, str]]:
             continue
         yield function, "forward", str(plan.forward)
         yield "", "backward", str(plan.backward)
-    for tool, what in _TOOLS.items():
-        yield tool, "", what
-
-
-def _advice() -> str | None:
-    """Return advice to install the extra `triton`, or None.
-
-    The advice is given if Triton's kernels are the default on this GPU but cannot be imported.
-    """
-    capability = launching.local_capability()
-    if capability is None or not backends.is_default_on("triton", capability):
-        return None
-    if (absence := backends.absence("triton", backends.local_platform())) is None:
-        return None
-    ratios = [t.ratio for t in timings.TIMINGS.values() if t.ratio <= timings.LIMIT]
-    if not ratios:
-        return None
-    return (
-        f'pip install -e ".[triton]" gives this GPU kernels for {len(ratios)} kinds of calls, '
-        f"which took {min(ratios):.2f} to {max(ratios):.2f} of XLA's time on {timings.TIMED_ON}; "
-        f"now they run XLA's code ({absence})"
-    )
-
-
-def _missing_extras() -> Iterator[tuple[str, str]]:
-    """Yield optional extras with packages that are not installed, and commands to install them."""
-    needed: dict[str, list[str]] = {}
-    try:
-        requirements = metadata.requires("jaxnorm") or []
-    except metadata.PackageNotFoundError:
-        return
-    for requirement in requirements:
-        of_extra = re.search(r"extra == ['\"](.+?)['\"]", requirement)
-        if of_extra:
-            needed.setdefault(of_extra[1], []).append(_package_of(requirement))
-    has_cuda = any(_version_of(f"jax-{name}-plugin") for name in needed if name.startswith("cuda"))
-    for extra, packages in sorted(needed.items()):
-        is_other_cuda = extra.startswith("cuda") and has_cuda
-        if not is_other_cuda and not all(map(_version_of, packages)):
-            yield extra, f'pip install -e ".[{extra}]"'
-
-
-def _package_of(requirement: str) -> str:
-    """Return the name of the package whose presence shows that a requirement is installed.
-
-    For the requirement ``jax[cuda13]``, this is the package of JAX's CUDA plugin.
-    """
-    name, of_jax = re.findall(r"^([\w.-]+)(?:\[(\w+)\])?", requirement)[0]
-    return f"{name}-{of_jax}-plugin" if of_jax else name

@@ -15,6 +15,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.operations import checks
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.linear_loss_call import OF_LOGITS
+from jaxnorm.primitives import mistakes
 from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -76,7 +77,7 @@ def implementation_for(
       computes the loss of a chunk's logits.
 
     Raises:
-      TypeError, ValueError: as for the function; also for an unknown function or platform.
+      TypeError, ValueError: as for the function, or the function or platform is unknown.
 
     Example:
       >>> import jax
@@ -102,6 +103,7 @@ def implementation_for(
             f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
         ) from error
     call = getattr(jaxnorm, function)
+    arguments = mistakes.respelled(function, inspect.signature(call).parameters, arguments)
     arguments = {**_required(call, x, arguments), **arguments}
     arrays = {name: a for name, a in arguments.items() if hasattr(a, "shape")}
     options = {name: a for name, a in arguments.items() if name not in arrays}

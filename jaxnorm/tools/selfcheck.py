@@ -1,9 +1,10 @@
 """``python -m jaxnorm --check``: test every public function, forward and backward, on this machine.
 
-Results and gradients are compared with the results and gradients of `references`. An error is
+Results and gradients are compared with those of `references`, plain JAX in float64. An error is
 divided by its bound, so that a quotient above 1 means a wrong result.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -21,8 +22,6 @@ import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.tools import references
 from jaxnorm.tools.plan import calls_in, is_differentiated
-from jaxnorm.tools.references import Results
-from jaxnorm.tools.running_error import Bounded
 from jaxnorm.tools.text import progress, table
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS, Family
 
@@ -42,8 +41,9 @@ _X = (2, 128, 1000)
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
-#: A function in `references` that returns the expected results and gradients.
-Reference = Callable[..., Results]
+# `_CHANGES` is the number of random changes of the operands that measure errors. A bound is
+# `_SAFETY` times an error, so that no error in a large array exceeds its bound by chance.
+_CHANGES, _SAFETY = 8, 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +52,13 @@ class Case:
 
     Attributes:
       function: name of the function.
-      reference: function in `references` that returns the expected results and gradients.
       shapes: a dict that maps the names of the operands to their shapes.
-      options: other arguments of the function. The reference takes them as well, except for
-        ``implementation``.
+      options: other arguments of the function. The formula in `references` takes them as well,
+        except for ``implementation``.
       note: short text that distinguishes the case from the function's other cases.
     """
 
     function: str
-    reference: Reference
     shapes: Mapping[str, tuple[int, ...]]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
@@ -72,8 +70,16 @@ class Case:
     def call(self) -> Callable[..., Any]:
         return functools.partial(getattr(jaxnorm, self.function), **self.options)
 
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The formula, which has the name of the operation or of a function without one."""
+        name = self.function
+        options = {n: value for n, value in self.options.items() if n != "implementation"}
+        formula = getattr(references, FUNCTIONS[name].op if name in FUNCTIONS else name)
+        return functools.partial(formula, **options)
 
-def _norm(function: str, reference: Reference) -> tuple[Case, ...]:
+
+def _norm(function: str) -> tuple[Case, ...]:
     """Return the cases of a norm.
 
     A case has all operands that the norm can have. But RMSNorms have no bias here, because it is
@@ -81,21 +87,20 @@ def _norm(function: str, reference: Reference) -> tuple[Case, ...]:
     """
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
-        return _rotated_norm(function, reference)
+        return _rotated_norm(function)
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
-    case = Case(function, reference, shapes)
-    cases, gated = [case], FUNCTIONS[function].gated
-    if gated is not None:
-        of_gated = getattr(references, gated)
-        cases.append(Case(function, of_gated, shapes | {"gate": _X[-1:]}, note="gate"))
+    case = Case(function, shapes)
+    cases = [case]
+    if FUNCTIONS[function].gated is not None:
+        cases.append(Case(function, shapes | {"gate": _X[-1:]}, note="gate"))
     if FUNCTIONS[function].op == "norm":
         cases.append(dataclasses.replace(case, options={"activation": "silu"}, note="silu"))
     return tuple(cases)
 
 
-def _rotated_norm(function: str, reference: Reference) -> tuple[Case, ...]:
+def _rotated_norm(function: str) -> tuple[Case, ...]:
     """Return two cases of a norm with a rotation: of all columns, and of half of the columns."""
     _, length, _, cols = _HEADS
 
@@ -103,19 +108,17 @@ def _rotated_norm(function: str, reference: Reference) -> tuple[Case, ...]:
         table = (length, 1, rotated // 2)
         return {"x": _HEADS, "scale": (cols,), "cos": table, "sin": table}
 
-    half = Case(
-        function, reference, shapes(cols // 2), {"interleaved": True}, "interleaved, partial"
-    )
-    return Case(function, reference, shapes(cols)), half
+    half = Case(function, shapes(cols // 2), {"interleaved": True}, "interleaved, partial")
+    return Case(function, shapes(cols)), half
 
 
-def _softmax(function: str, reference: Reference) -> tuple[Case, ...]:
+def _softmax(function: str) -> tuple[Case, ...]:
     masked, biased = {"x": _X, "where": (2, 1, _X[-1])}, {"x": _X, "bias": _X[1:]}
     return (
-        Case(function, reference, {"x": _X}),
-        Case(function, reference, masked, note="where"),
-        Case(function, reference, biased, {"scale": 0.37}, note="scale, bias"),
-        Case(function, reference, {"x": _X}, {"causal": True}, note="causal"),
+        Case(function, {"x": _X}),
+        Case(function, masked, note="where"),
+        Case(function, biased, {"scale": 0.37}, note="scale, bias"),
+        Case(function, {"x": _X}, {"causal": True}, note="causal"),
     )
 
 
@@ -128,21 +131,18 @@ _LAYER = {
 }
 
 
-def _loss(function: str, reference: Reference) -> tuple[Case, ...]:
-    several = FUNCTIONS[function].several
+def _loss(function: str) -> tuple[Case, ...]:
     if "teacher_logits" in OPERATIONS[FUNCTIONS[function].op].operands:
-        case = Case(
-            function, reference, dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"])
-        )
+        case = Case(function, dict.fromkeys(("logits", "teacher_logits"), _LOGITS["logits"]))
         return case, dataclasses.replace(case, options={"reverse": True}, note="reverse")
-    case = Case(function, reference, _LOGITS)
-    if several is None:
+    case = Case(function, _LOGITS)
+    if FUNCTIONS[function].several is None:
         return (case,)
     labels = _LOGITS | {"labels": (_ROWS, 4)}
-    return case, Case(function, getattr(references, several), labels, note="several labels")
+    return case, Case(function, labels, note="several labels")
 
 
-_OF_FAMILY: dict[Family, Callable[[str, Reference], tuple[Case, ...]]] = {
+_OF_FAMILY: dict[Family, Callable[[str], tuple[Case, ...]]] = {
     "softmax": _softmax,
     "norm": _norm,
     "loss": _loss,
@@ -151,35 +151,25 @@ _OF_FAMILY: dict[Family, Callable[[str, Reference], tuple[Case, ...]]] = {
 
 def cases_of(function: str) -> tuple[Case, ...]:
     """Return the cases of a public function that is in the table of operations."""
-    op = FUNCTIONS[function].op
-    return _OF_FAMILY[OPERATIONS[op].family](function, getattr(references, op))
+    return _OF_FAMILY[OPERATIONS[FUNCTIONS[function].op].family](function)
 
 
+_OF_LAYER = {name: _LAYER[name] for name in ("x", "weight", "bias")}
 CASES = (
     *(case for function in FUNCTIONS for case in cases_of(function)),
-    Case(
-        "rms_norm_linear",
-        references.norm_linear,
-        {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
-    ),
-    Case(
-        "gated_linear",
-        references.gated_linear,
-        {"gate": _LAYER["x"], "up": _LAYER["x"], "weight": _LAYER["weight"]},
-    ),
+    Case("rms_norm_linear", {"scale": (_FEATURES,), **_OF_LAYER}),
+    Case("gated_linear", {"gate": _LAYER["x"], "up": _LAYER["x"], "weight": _LAYER["weight"]}),
     Case(
         "activation_linear",
-        references.activation_linear,
         {name: _LAYER[name] for name in ("x", "weight")},
         {"activation": "silu"},
     ),
-    Case("linear_softmax_cross_entropy", references.linear_cross_entropy, _LAYER),
-    Case("linear_log_prob_and_entropy", references.linear_log_prob_and_entropy, _LAYER),
+    Case("linear_softmax_cross_entropy", _LAYER),
+    Case("linear_log_prob_and_entropy", _LAYER),
     Case(
         "linear_kl_divergence",
-        references.linear_kl_divergence,
         {
-            **{name: _LAYER[name] for name in ("x", "weight", "bias")},
+            **_OF_LAYER,
             "teacher_x": (_ROWS, 2 * _FEATURES),
             "teacher_weight": (2 * _FEATURES, _CLASSES),
         },
@@ -243,7 +233,7 @@ def _pool() -> Executor:
 
 def _start(platform: str) -> None:
     """Initialise a worker process so that it raises an error if JAX does not find `platform`."""
-    jax.config.update("jax_platforms", platform)
+    jax.config.update("jax_platforms", f"{platform},cpu")  # the CPU computes in float64
 
 
 class Operands(NamedTuple):
@@ -331,15 +321,61 @@ def check(
     for before, now in zip(choices, _choices(program), strict=True):
         if before.name != now.name:  # the kernel could not be lowered
             return Outcome(case, dtype, implementations, failure=now.reason.partition("\n")[0])
-    expected, expected_gradients = case.reference(
-        {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
-        [Bounded.exact(d) for d in along.values()],
-        dtype,
-        **{name: value for name, value in case.options.items() if name != "implementation"},
+    values, errors = _expected(case, dtype, operands, given, along)
+    value, gradient = (
+        max(map(_worst, *map(jax.tree.leaves, arrays)))
+        for arrays in zip((results, gradients), values, errors)
     )
-    value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
-    gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())
     return Outcome(case, dtype, implementations, value, gradient)
+
+
+def _expected(
+    case: Case, dtype: str, operands: Operands, given: dict[str, Any], along: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return the results and gradients of both passes in float64, and bounds on their errors.
+
+    Rounding errors have the same effect as small changes of the operands and cotangents. The
+    relative size of these changes, u, is the unit roundoff of the arrays that the computation
+    stores, plus the roundoff of a float32 sum, whose rounding errors add up like a random walk. So
+    the operands are changed at random several times. The error of an element is the root mean
+    square of its changes. To this, u is added twice: relative to the element, and relative to the
+    root mean square of the array, because terms may cancel in the element.
+    """
+    both = jax.jit(passes(case.reference))
+    constants = {name: given[name] for name in operands.constants}
+    changed = {name: given[name] for name in operands.floats}, [*along.values()]
+    # The operands of a matmul are stored in `dtype`. Other functions store only their first result.
+    stored = dtype if "weight" in case.shapes else operands.cotangents[0].dtype
+    terms = max(size for shape in case.shapes.values() for size in shape)
+    u = _roundoff(stored) + math.sqrt(terms) * _roundoff("float32")
+    random = np.random.default_rng(2)
+
+    def values(size: float) -> Any:
+        floats, cotangents = jax.tree.map(
+            lambda a: a * (1 + size * random.normal(size=a.shape)), changed
+        )
+        return jax.device_get(both(Operands(floats, constants, cotangents)))
+
+    with jax.enable_x64(True), _on_a_cpu():
+        exact, others = values(0), [values(u) for _ in range(_CHANGES)]
+
+    def error(value: np.ndarray, *others: np.ndarray) -> np.ndarray:
+        value = np.where(np.isfinite(value), value, 0)
+        moved = np.mean([np.where(np.isfinite(a), a - value, 0) ** 2 for a in others], 0)
+        return _SAFETY * (np.sqrt(moved) + u * (np.abs(value) + np.sqrt(np.mean(value**2))))
+
+    return exact, jax.tree.map(error, exact, *others)
+
+
+def _roundoff(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def _on_a_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which JAX runs on the CPU, if the variable JAX_PLATFORMS allows this."""
+    with contextlib.suppress(RuntimeError):
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    return contextlib.nullcontext()
 
 
 def _choices(program: Any) -> list[backends.Choice]:
@@ -348,19 +384,18 @@ def _choices(program: Any) -> list[backends.Choice]:
     return [backends.choose(call.as_seen_by, here) for call in calls_in(program)]
 
 
-def _worst(computed: np.ndarray, expected: Bounded) -> float:
+def _worst(computed: np.ndarray, value: np.ndarray, error: np.ndarray) -> float:
     """Return the largest ``error / bound`` of all elements of a result.
 
-    The result is infinite if a value is unexpectedly not finite.
+    The bound is `error`, the error of the arithmetic, plus the rounding to the result's dtype. The
+    largest quotient is infinite if an element is unexpectedly not finite.
     """
-    computed = np.asarray(computed).astype(np.float64)
-    value, bound = (a.reshape(computed.shape) for a in (expected.value, expected.error))
+    bound = error + _roundoff(computed.dtype) * np.abs(value)
+    computed = np.asarray(computed).astype(np.float64).reshape(value.shape)
     finite = np.isfinite(value)
     if not np.array_equal(computed[~finite], value[~finite]):
         return math.inf
-    error = np.abs(computed[finite] - value[finite])
-    # A masked element must be exact: its bound is 0.
-    ratio = np.where(error == 0, 0, error / np.maximum(bound[finite], 1e-300))
+    ratio = np.abs(computed[finite] - value[finite]) / np.maximum(bound[finite], 1e-300)
     return float(np.max(np.where(np.isnan(ratio), math.inf, ratio), initial=0))
 
 

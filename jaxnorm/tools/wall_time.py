@@ -6,72 +6,53 @@ a program's kernels run for less than 50 us, the host takes longer to launch the
 kernels take to run. The measured time is then the time of the launch.
 """
 
-import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import jaxnorm
 from jaxnorm.tools.plan import implementation_for, is_differentiated
-from jaxnorm.tools.selfcheck import Operands, Passes, passes
+from jaxnorm.tools.selfcheck import Case, Operands, Passes, passes
 from jaxnorm.tools.text import progress, table
 from jaxnorm_kernels import timings
 
 _CALLS, _BATCHES = 20, 7
 
 
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """A call of a public function that is timed, forward and backward.
+# The dtypes of operands; those that are not named here are bfloat16.
+_DTYPES = {"labels": "int32", "cos": "float32", "sin": "float32"}
+_ROWS, _COLS = (8192, 4096), (4096,)
 
-    Attributes:
-      function: name of the public function.
-      shapes: shapes of the operands, which have random values.
-      dtype: dtype of the operands. Labels are always int32, and cos and sin are always float32.
-      options: the other arguments of the function.
-    """
-
-    function: str
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: str = "bfloat16"
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """Return the key of this call in the table `jaxnorm_kernels.timings.TIMINGS`."""
-        return " with ".join([self.function, *self.options])
-
-    def dtype_of(self, operand: str) -> str:
-        return {"labels": "int32", "cos": "float32", "sin": "float32"}.get(operand, self.dtype)
-
-    @property
-    def call(self) -> Callable[..., Any]:
-        return functools.partial(getattr(jaxnorm, self.function), **self.options)
-
-
-_ROWS = (8192, 4096)
-_PARAMETERS = {"scale": _ROWS[-1:], "bias": _ROWS[-1:]}
-
+#: The calls that are timed. Their names are the keys of `jaxnorm_kernels.timings.TIMINGS`.
 CALLS = (
-    Timed("softmax", {"x": _ROWS}),
-    Timed("log_softmax", {"x": _ROWS}),
-    Timed("layer_norm", {"x": _ROWS, **_PARAMETERS}),
-    Timed("rms_norm", {"x": _ROWS, "scale": _ROWS[-1:]}),
-    Timed("add_rms_norm", {"x": _ROWS, "residual": _ROWS, "scale": _ROWS[-1:]}),
-    Timed(
-        "softmax_cross_entropy_with_integer_labels", {"logits": (4096, 32768), "labels": (4096,)}
+    Case("softmax", {"x": _ROWS}),
+    Case("log_softmax", {"x": _ROWS}),
+    Case("layer_norm", {"x": _ROWS, "scale": _COLS, "bias": _COLS}),
+    Case("rms_norm", {"x": _ROWS, "scale": _COLS}),
+    Case("add_rms_norm", {"x": _ROWS, "residual": _ROWS, "scale": _COLS}),
+    Case(
+        "softmax_cross_entropy_with_integer_labels",
+        {"logits": (4096, 32768), "labels": (4096,)},
     ),
-    Timed("softmax", {"x": (4, 16, 1024, 1024)}, options={"causal": True}),
-    Timed(
+    Case("softmax", {"x": (4, 16, 1024, 1024)}, {"causal": True}, "with causal"),
+    Case(
         "rms_norm_rope",
         {"x": (4, 2048, 32, 128), "scale": (128,), **dict.fromkeys(("cos", "sin"), (2048, 1, 64))},
     ),
 )
+
+
+def types_of(call: Case) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return a dict that maps the operands of a call to their shapes and dtypes."""
+    return {
+        name: jax.ShapeDtypeStruct(shape, _DTYPES.get(name, "bfloat16"))
+        for name, shape in call.shapes.items()
+    }
 
 
 def report() -> str:
@@ -85,38 +66,33 @@ def report() -> str:
         ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
     for call, (programs, operands) in zip(progress(CALLS, after=2.0), ready):
         ours, xla = _times(programs, operands)
-        shape = " x ".join(map(str, next(iter(call.shapes.values()))))
+        x = next(iter(types_of(call).values()))
+        shape, dtype = " x ".join(map(str, x.shape)), x.dtype.name
         times = f"{ours * 1e6:.0f} us", f"{xla * 1e6:.0f} us", f"{xla / ours:.2f}"
         name = _default(call)
         timing = timings.TIMINGS.get(str(call)) if name == "triton" else None
         expected = "" if timing is None else f"{1 / timing.ratio:.2f}"
-        lines.append((str(call), shape, call.dtype, name, *times, expected))
+        lines.append((str(call), shape, dtype, name, *times, expected))
     return table(lines, left=(0, 1, 2, 3))
 
 
-def _default(call: Timed) -> str:
+def _default(call: Case) -> str:
     """Return the name of the implementation that runs the forward pass of a call by default."""
-    x, *others = call.shapes.items()
-    arguments: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(shape, call.dtype_of(name)) for name, shape in others
-    }
-    plan = implementation_for(call.function, x[1], call.dtype, **arguments, **call.options)
-    return plan.forward.name
+    (_, x), *others = types_of(call).items()
+    arguments: dict[str, Any] = {**dict(others), **call.options}
+    return implementation_for(call.function, x.shape, x.dtype, **arguments).forward.name
 
 
-def _ready(call: Timed) -> tuple[list[Passes], Operands]:
+def _ready(call: Case) -> tuple[list[Passes], Operands]:
     """Compile the two programs of a call by running them once. Return them and their operands.
 
     The first program uses jaxnorm's default implementation, the second one plain JAX.
     """
     keys = jax.random.split(jax.random.key(0), len(call.shapes))
-    arrays = {}
-    for key, (name, shape) in zip(keys, call.shapes.items()):
-        dtype = call.dtype_of(name)
-        if name == "labels":
-            arrays[name] = jax.random.randint(key, shape, 0, call.shapes["logits"][-1], dtype)
-        else:
-            arrays[name] = jax.random.normal(key, shape, dtype)
+    arrays = {
+        name: jnp.abs(jax.random.normal(key, a.shape)).astype(a.dtype)  # labels are at least 0
+        for key, (name, a) in zip(keys, types_of(call).items())
+    }
     floats = {name: a for name, a in arrays.items() if is_differentiated(name, a)}
     constants = {name: a for name, a in arrays.items() if name not in floats}
     # The cotangents are operands. If they were constants of the program, XLA would use their values

@@ -13,10 +13,8 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
-#: Activations that may be applied to the result of a linear layer after a norm.
-LinearActivation = Literal["relu", "leaky_relu", "gelu", "silu"]
-#: Activations that a plain norm may apply to its result.
-NormActivation = Literal["silu", "gelu", "relu"]
+LinearActivation = Activation
+NormActivation = Activation
 Name = Literal["xla", "mosaic", "triton"]
 
 #: Names of the float dtypes that every function supports.

@@ -92,7 +92,7 @@ FAMILIES = {
         {
             "kind": KINDS,
             "mix": [(BF16, BF16), (F32, F32), (BF16, F32), (F32, F16)],
-            "activation": ["silu", "gelu", "relu"],
+            "activation": ACTIVATIONS,
         },
         [
             {"scale_dtype": None},
@@ -248,7 +248,7 @@ def test_variants(family: str, change: dict[str, Any]) -> None:
     ("family", "given"),
     [
         *(("gate", order) for order in IN_BOTH_ORDERS),
-        *(("activation", {"activation": name}) for name in ("silu", "gelu", "relu")),
+        *(("activation", {"activation": name}) for name in ACTIVATIONS),
         ("scaled sum", {}),
     ],
     ids=str,

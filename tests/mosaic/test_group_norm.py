@@ -28,7 +28,8 @@ import jaxnorm
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.device.gpu import MOST_SHARED_BYTES, REGISTERS
-from jaxnorm_kernels.mosaic.rows.strips import StripExchange, Strips
+from jaxnorm_kernels.mosaic.rows.strip_exchange import StripExchange
+from jaxnorm_kernels.mosaic.rows.strips import Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.specs import Spec
 

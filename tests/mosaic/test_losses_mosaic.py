@@ -535,7 +535,7 @@ def test_lowers(op, rows, cols, dtype, label_dtype):
 
 
 def test_programs():
-    """Each pass is one kernel, also under `jax.vmap` and with `save_policy`."""
+    """Each pass is one kernel, even under `jax.vmap` and with `save_policy`."""
     types = [((8, 512, 32768), BF16), ((8, 512), "int32"), ((8, 512), bool)]
     x, labels, where = (jax.ShapeDtypeStruct(*of) for of in types)
 

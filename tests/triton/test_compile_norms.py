@@ -260,7 +260,7 @@ CALLS = {
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_lower_for_cuda(name):
-    """A call lowers to one kernel per pass, also for a batch with separate parameters."""
+    """A call lowers to one kernel per pass, even for a batch with separate parameters."""
     function, types = CALLS[name]
     own = [a for a in types if a is not TABLE]
 

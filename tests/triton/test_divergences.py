@@ -59,7 +59,7 @@ def test_values(dtype, teacher_dtype, cols, reverse, scheduled):  # noqa: F811
     "options", [{"logits_scale": 0.7}, CAPPED, CAPPED | {"teacher_logit_softcap": None}], ids=str
 )
 def test_scaled_and_capped(options, reverse, scheduled):  # noqa: F811
-    """Results equal those of XLA's code, also with masked and weighted positions."""
+    """Results equal those of XLA's code, even with masked and weighted positions."""
     x, teacher = operands((9, 101), "float32")
     x = x.at[4].set(jnp.nan)
     weights = jnp.arange(9) % 4 * 0.5

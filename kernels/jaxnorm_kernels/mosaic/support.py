@@ -139,7 +139,7 @@ _LEFT_TO_XLA: Table = (
         lambda s: local_capability() == 120,
     ),
     (
-        "its schedules are made for compute capability 9.0 (H100, H200) and 10.0 (B200)",
+        "its schedules were tuned for compute capability 9.0 (H100, H200) and 10.0 (B200)",
         lambda s: local_capability() not in (90, *_NOT_TIMED, None),
     ),
     (

@@ -45,6 +45,21 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
         _interpreted.reset(token)
 
 
+def inline(
+    reference: Callable[..., Any], arg_types: Sequence[Any] = (), return_type: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that emits the MLIR operations of a part of a kernel.
+
+    Args:
+      reference: a function of the same operands that computes the same results with JAX operations.
+        The interpreter runs it, because it has no registers and cannot run MLIR operations.
+      arg_types, return_type: as in `plgpu.inline_mgpu`.
+    """
+    if is_interpreted():
+        return lambda emit: reference
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
+
+
 def required[T](schedule: T | None, spec: Spec) -> T:
     """Return `schedule`, or raise ValueError if it is None (no kernel supports the call)."""
     if schedule is None:
@@ -142,10 +157,9 @@ def warpgroup_barrier() -> None:
 
     Pallas' automatic barriers are off in these kernels.
     """
-    if is_interpreted():
-        return  # The interpreter runs a warpgroup as a single thread.
 
-    @plgpu.inline_mgpu()
+    # The interpreter runs a warpgroup as a single thread, so it needs no barrier.
+    @inline(lambda: None)
     def barrier(context: Any) -> None:
         mgpu.utils.warpgroup_barrier()
 
@@ -183,10 +197,8 @@ def in_plain_order(*refs: Any) -> None:
     Bulk copies write rows in their plain order, so loads must not expect swizzled rows. Without
     this call, Mosaic's search for a swizzle also fails on some shapes (jax 0.11.2: an IndexError).
     """
-    if is_interpreted():
-        return
 
-    @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
+    @inline(lambda *refs: None, [plgpu.RefType()] * len(refs))
     def use(context: Any, *refs: Any) -> None:
         del refs
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.launch import inline, is_interpreted
 from jaxnorm_kernels.mosaic.device.mgpu import WARP as WARP
 from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vector
@@ -130,17 +130,23 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
     only in their indices along the other axes then have the same number.
     """
     counted = shape if axes is None else shape[:axes]
-    if is_interpreted():
+
+    def reference() -> jax.Array:
         numbers = lax.iota(jnp.int32, math.prod(counted)).reshape(counted)
         return lax.broadcast_in_dim(numbers, shape, range(len(counted)))
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
+    @inline(reference, return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
         strides = [math.prod(counted[axis + 1 :]) for axis in range(len(counted))]
         strides += [0] * (len(shape) - len(counted))
         return mgpu.indices(layout.to_mgpu(), shape, tuple(strides))
 
     return index()
+
+
+def reshaped(ref: Ref, shape: tuple[int, ...]) -> Ref:
+    """Return `ref` in another shape. The interpreter cannot reshape refs, and reshapes arrays."""
+    return ref if ref.shape == shape or is_interpreted() else ref.reshape(*shape)
 
 
 def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) -> jax.Array:
@@ -150,26 +156,12 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     with dozens of loads, this inference takes most of the compile time.
     """
     shape = ref.shape if shape is None else shape
-    # The interpreter cannot reshape refs, and Mosaic cannot reshape arrays in these layouts. So
-    # reshape the loaded array in the interpreter, and the ref on a GPU.
-    if is_interpreted():
-        return plgpu.load(ref, layout=layout, optimized=False).reshape(shape)
-    if shape != ref.shape:
-        ref = ref.reshape(*shape)
     # Mosaic's inline operations lose the layout of an array that fits in one register of a thread.
     # Such arrays are loaded with Pallas' own load.
     if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
-        return plgpu.load(ref, layout=layout, optimized=False)
-    signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else True
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
-    )
-    def read(context: Any, ref: Any) -> Any:
-        (loaded,) = mgpu.load_arrays([ref], layout.to_mgpu(), shape, signed=signed)
-        return loaded
-
-    return read(ref)
+        value = plgpu.load(reshaped(ref, shape), layout=layout, optimized=False)
+        return value if value.shape == shape else value.reshape(shape)
+    return load_arrays([ref], layout, shape)[0]
 
 
 def load_scalars(refs: Sequence[Ref], first: Any, count: int) -> list[list[jax.Array]]:
@@ -179,13 +171,13 @@ def load_scalars(refs: Sequence[Ref], first: Any, count: int) -> list[list[jax.A
     function loads all scalars. This saves compile time, because Mosaic takes about as long to lower
     a function that loads one scalar as a function that loads all of them.
     """
-    if is_interpreted() or not refs:
-        return [[ref[first + i] for ref in refs] for i in range(count)]
-    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, plgpu.Layout.WG_SPLAT)
+    if not refs:
+        return [[] for _ in range(count)]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WG_SPLAT, [plgpu.RefType()] * len(refs)),
-        return_type=[scalar] * (count * len(refs)),
+    @inline(
+        lambda first, refs: [ref[first + i] for ref in refs for i in range(count)],
+        (plgpu.Layout.WG_SPLAT, [plgpu.RefType()] * len(refs)),
+        [plgpu.ShapeDtypeStruct((), jnp.float32, plgpu.Layout.WG_SPLAT)] * (count * len(refs)),
     )
     def read(context: Any, first: Any, refs: Sequence[Any]) -> list[Any]:
         loaded = [mgpu.load_scalars(ref, first.registers.item(), count) for ref in refs]
@@ -201,117 +193,99 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     A bfloat16 is the upper half of a float32. For two bfloat16 values in one 32-bit register, one
     shift and one mask suffice; the compiler emits three instructions for `astype`.
     """
-    if value.dtype != jnp.bfloat16 or is_interpreted():
+    if value.dtype != jnp.bfloat16:
         return value.astype(jnp.float32)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout),
+    @inline(
+        lambda value: value.astype(jnp.float32),
+        (layout,),
+        plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout),
     )
     def widened(context: Any, value: Any) -> Any:
-        return with_registers(value, [_widen_register(r) for r in value.registers.flat])
+        return in_float32(value)
 
     return widened(value)
 
 
-def load_wide(refs: Sequence[Ref], layout: Layout, shape: tuple[int, ...]) -> list[jax.Array]:
-    """Load all elements of each ref as a float32 array of `shape`."""
-    if is_interpreted():
-        return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
-    refs = [ref if ref.shape == shape else ref.reshape(*shape) for ref in refs]
-    return _load_wide(refs, layout, shape)
-
-
-def load_wide_range(
-    refs: Sequence[Ref], at: Sequence[Any], layout: Layout, shape: tuple[int, ...]
-) -> list[jax.Array]:
-    """Load consecutive elements from each ref in shared memory, as float32 arrays of `shape`.
-
-    The first element has the index `at`, which has an entry for each axis of the ref.
-    """
-    if is_interpreted():
-        *before, start = at
-        parts = [ref.at[(*before, pl.ds(start, math.prod(shape)))] for ref in refs]
-        return [load(part, layout, shape).astype(jnp.float32) for part in parts]
-    return _load_wide(refs, layout, shape, at)
-
-
-def load_wide_columns(
-    refs: Sequence[Ref],
-    at: Sequence[Any],
-    starts: Sequence[int],
-    shape: tuple[int, int],
-    layout: Layout,
-) -> list[jax.Array]:
-    """Load several column ranges from each ref in shared memory, as float32 arrays of `shape`.
-
-    `at` is the index of the first row, and has an entry for each axis of the ref but the last. Each
-    range begins at one of `starts`. The returned list contains the arrays of the first ref in the
-    order of `starts`, then the arrays of the next ref.
-    """
-    if not refs:
-        return []
-    if is_interpreted():
-        (*before, top), (rows, width) = at, shape
-        parts = [
-            ref.at[(*before, pl.ds(top, rows), pl.ds(start, width))]
-            for ref in refs
-            for start in starts
-        ]
-        return [load(part, layout).astype(jnp.float32) for part in parts]
-    return _load_wide(refs, layout, shape, at, starts)
-
-
-def load_wide_rows(ref: Ref, first: Any, count: int, layout: Layout) -> list[jax.Array]:
-    """Load neighbouring rows of a ``(rows, cols)`` ref in shared memory as float32 arrays.
-
-    Returns a list of `count` arrays of shape ``(cols,)``. `first` is the index of the first row.
-    """
-    (_, cols), rows = ref.shape, range(count)
-    if is_interpreted():
-        return [load(ref.at[first + row], layout).astype(jnp.float32) for row in rows]
-    return _load_wide([ref], layout, (cols,), (first,), [row * cols for row in rows])
-
-
-def _load_wide(
+def load_wide(
     refs: Sequence[Ref],
     layout: Layout,
     shape: tuple[int, ...],
     at: Sequence[Any] = (),
     starts: Sequence[int] = (0,),
 ) -> list[jax.Array]:
-    """Load all arrays in one inline MLIR function; see `mgpu.load_arrays`.
+    """Load the arrays of `load_arrays`, and convert them to float32."""
+    return load_arrays(refs, layout, shape, at, starts, is_wide=True)
 
-    One inline function compiles faster than several, because Mosaic spends more time on lowering
-    the function than on the operations inside it. The function gets entire refs and indices rather
-    than slices of refs: slices of shared memory take up to half of the time of Mosaic's layout
-    inference (jax 0.11.2).
+
+def load_arrays(
+    refs: Sequence[Ref],
+    layout: Layout,
+    shape: tuple[int, ...],
+    at: Sequence[Any] = (),
+    starts: Sequence[int] = (0,),
+    *,
+    is_wide: bool = False,
+) -> list[jax.Array]:
+    """For each ref and each start, load an array of `shape`; see `mgpu.load_arrays`.
+
+    Without `at`, an array has all elements of a ref, or a range of columns from a start on. In
+    shared memory, `at` may be the index of an array's first element. It has an entry for each axis
+    of the ref, or for each axis but the last.
+
+    If `is_wide` is True, the arrays are float32. Otherwise, they have their ref's dtype.
+
+    One inline function loads all arrays. It compiles faster than several, because Mosaic spends
+    more time on lowering the function than on the operations inside it. The function gets entire
+    refs and indices rather than slices of refs: slices of shared memory take up to half of the time
+    of Mosaic's layout inference (jax 0.11.2).
     """
-    sources, count = len(refs), len(refs) * len(starts)
     variables = [i for i in at if not isinstance(i, int)]
+    dtypes = [jnp.dtype(jnp.float32) if is_wide else ref.dtype for ref in refs for _ in starts]
+    if not refs:
+        return []
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * sources + (plgpu.Layout.WG_SPLAT,) * len(variables),
-        return_type=(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout),) * count,
+    def reference(refs: Sequence[Ref], variables: Any) -> list[jax.Array]:
+        parts = [_part(ref, at, start, shape) for ref in refs for start in starts]
+        loaded = [plgpu.load(part, layout=layout, optimized=False) for part in parts]
+        return [v.reshape(shape).astype(dtype) for v, dtype in zip(loaded, dtypes)]
+
+    @inline(
+        reference,
+        ([plgpu.RefType()] * len(refs), [plgpu.Layout.WG_SPLAT] * len(variables)),
+        [plgpu.ShapeDtypeStruct(shape, dtype, layout) for dtype in dtypes],
     )
-    def read(context: Any, *arguments: Any) -> Any:
-        values = iter(arguments[sources:])
+    def read(context: Any, refs: Sequence[Any], variables: Sequence[Any]) -> Any:
+        values = iter(variables)
         first = [i if isinstance(i, int) else mgpu.Word(next(values).registers.item()) for i in at]
-        arrays = mgpu.load_arrays(
-            arguments[:sources], layout.to_mgpu(), shape, at=first, starts=starts
-        )
-        return [in_float32(array) for array in arrays]
+        arrays = mgpu.load_arrays(refs, layout.to_mgpu(), shape, at=first, starts=starts)
+        return [in_float32(array) for array in arrays] if is_wide else arrays
 
-    return list(read(*refs, *variables))
+    if not at and math.prod(shape) == math.prod(refs[0].shape):
+        refs = [reshaped(ref, shape) for ref in refs]
+    return list(read(list(refs), variables))
+
+
+def _part(ref: Ref, at: Sequence[Any], start: int, shape: tuple[int, ...]) -> Ref:
+    """Return the part of a ref that one array of `load_arrays` has, for the interpreter."""
+    if len(at) == len(ref.shape):
+        *before, first = at
+        return ref.at[(*before, pl.ds(first + start, math.prod(shape)))]
+    if not at and math.prod(shape) == math.prod(ref.shape):
+        return ref
+    row, column = divmod(start, ref.shape[-1])
+    *before, first = at or (0,)
+    *rows, width = shape
+    place = [pl.ds(first + row, *rows)] if rows else [first + row]
+    return ref.at[(*before, *place, pl.ds(column, width))]
 
 
 def store(ref: Ref, value: jax.Array) -> None:
     """Store `value` in `ref`, rounded to the dtype of `ref`."""
+    ref = reshaped(ref, value.shape)
     value = value.astype(ref.dtype)
-    if value.shape != ref.shape and is_interpreted():
+    if value.shape != ref.shape:
         value = value.reshape(ref.shape)
-    elif value.shape != ref.shape:
-        ref = ref.reshape(*value.shape)
     if value.ndim and hasattr(plgpu, "store"):
         # From jax 0.12 on, `ref[...] = value` refuses stores that are not perfectly coalesced.
         plgpu.store(ref, value, optimized=False)

@@ -38,8 +38,8 @@ try:
     from jax.experimental.mosaic.gpu import utils as utils
 except ImportError as error:
     raise ImportError(
-        f"jax {jax.__version__} lacks a private part of it that the Mosaic GPU kernels are made "
-        f"with; they were tested with jax {' and '.join(launching.TESTED)}: {error}"
+        f"jax {jax.__version__} lacks a part of its private API that the Mosaic GPU kernels "
+        f"need; they were tested with jax {' and '.join(launching.TESTED)}: {error}"
     ) from error
 
 # Number of threads per warp.

@@ -20,13 +20,15 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.launch import inline, is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     flat_index,
     in_float32,
     load,
+    load_arrays,
+    reshaped,
     store,
     with_registers,
 )
@@ -48,18 +50,7 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
     """
     if width == ref.shape[1]:
         return load(ref, layout)
-    if is_interpreted():
-        return load(ref.at[:, pl.ds(start, width)], layout)
-    shape = (ref.shape[0], width)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
-    )
-    def read(context: Any, ref: Any) -> Any:
-        (loaded,) = mgpu.load_arrays([ref], layout.to_mgpu(), shape, starts=(start,))
-        return loaded
-
-    return read(ref)
+    return load_arrays([ref], layout, (ref.shape[0], width), starts=(start,))[0]
 
 
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
@@ -68,11 +59,11 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
     In memory, a boolean takes one byte. Mosaic's own vector load reads one bit per boolean instead
     (jax 0.11.2 and 0.12.0).
     """
-    if is_interpreted():
-        return load(ref, layout, shape).astype(jnp.int8)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int8, layout)
+    @inline(
+        lambda ref: load(ref, layout, shape).astype(jnp.int8),
+        (plgpu.RefType(),),
+        plgpu.ShapeDtypeStruct(shape, jnp.int8, layout),
     )
     def read(context: Any, ref: Any) -> Any:
         of_bits, i64 = ir.MemRefType(ref.type), ir.IntegerType.get_signless(64)
@@ -122,13 +113,9 @@ def renewed(value: jax.Array) -> jax.Array:
 
 
 def _through(value: jax.Array, instruction: str) -> jax.Array:
-    if is_interpreted():
-        return value
     layout = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout)
-    )
+    @inline(lambda value: value, (layout,), plgpu.ShapeDtypeStruct((), jnp.int32, layout))
     def hide(context: Any, value: Any) -> Any:
         hidden = utils.inline_ptx(
             instruction,
@@ -147,17 +134,13 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
     This function uses global addresses. Mosaic's own stores use generic addresses, which might be
     in shared memory, so later loads from shared memory would wait for them.
     """
-    if is_interpreted():
-        store(ref, value)
-        return
-    value = value.astype(ref.dtype)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    @inline(store, (plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
         for register, address in _moves(ref, value):
             llvm.store(register, address)
 
-    write(ref if value.shape == ref.shape else ref.reshape(*value.shape), value)
+    write(reshaped(ref, value.shape), value.astype(ref.dtype))
 
 
 def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
@@ -174,26 +157,21 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 
 # -------------------------------------------------------------------------------------------------
 # Loads and stores of ranges of elements that start or end within a thread's vector.
-#
-# `first` is the index of the first element in the ref, and `places` an int32 array with each
-# element's offset from it (see `flat_index`). Computing `places` takes about 40 operations, so
-# several loads and stores use the same `places`.
 
 
-def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
-    """Load elements ``first + places`` of an ``(n,)`` ref in global memory, one element at a time.
+def load_each(ref: Ref, index: jax.Array, layout: Layout) -> jax.Array:
+    """Load the elements of an ``(n,)`` ref in global memory at `index`, one element at a time.
 
-    `places` is an int32 array with the offset of each element from the index `first`. An element
-    whose index is outside the ref has an arbitrary value, because such indices are clamped.
+    An element whose index is outside the ref has an arbitrary value, because such indices are
+    clamped.
     """
     (size,) = ref.shape
-    index = jnp.clip(first + places, 0, size - 1)
-    if is_interpreted():
-        return load(ref, None)[index]
+    index = jnp.clip(index, 0, size - 1)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout),
-        return_type=plgpu.ShapeDtypeStruct(places.shape, ref.dtype, layout),
+    @inline(
+        lambda ref, index: load(ref, None)[index],
+        (plgpu.RefType(), layout),
+        plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout),
     )
     def read(context: Any, ref: Any, index: Any) -> Any:
         kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
@@ -211,18 +189,21 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
     return read(ref, index)
 
 
-def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout: Layout) -> None:
-    """Store `value` at ``first + places`` of an ``(n,)`` ref, one element at a time.
+def store_each(ref: Ref, index: jax.Array, value: jax.Array, layout: Layout) -> None:
+    """Store each element of `value` at its index of an ``(n,)`` ref, one element at a time.
 
-    The ref is in global memory. `places` is an int32 array with the offset of each element from
-    the index `first`. Elements whose index is outside the ref are not stored.
+    The ref is in global memory. Elements whose index is outside the ref are not stored.
     """
     (size,) = ref.shape
-    if is_interpreted():
-        store_some(ref, first, value, first, size)
-        return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def reference(ref: Ref, value: jax.Array, index: jax.Array) -> None:
+        @pl.loop(0, value.size)
+        def _(k: Any) -> None:
+            @pl.when(jnp.logical_and(index[k] >= 0, index[k] < size))
+            def _() -> None:
+                ref[index[k]] = value[k]
+
+    @inline(reference, (plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, index: Any) -> None:
         base = mgpu.in_global(utils.memref_ptr(ref))
         kind = ir.MemRefType(ref.type).element_type
@@ -230,7 +211,7 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
             for element, i in zip(mgpu.elements_of(register), mgpu.elements_of(indices)):
                 _store(element, utils.getelementptr(base, [i], kind), mgpu.Word(i).is_below(size))
 
-    write(ref, value.astype(ref.dtype), first + places)
+    write(ref, value.astype(ref.dtype), index)
 
 
 def store_vectors(
@@ -242,48 +223,45 @@ def store_vectors(
     `ref`, the next element has index ``start + 1``, and so on. Each thread's vector must be either
     entirely inside the range or entirely outside.
     """
-    if is_interpreted():
-        store_some(ref, start, value, start - first, end - first)
-        return
     at = start + flat_index(value.shape, layout)
-    target = ref.at[pl.ds(start, value.size)].reshape(*value.shape)
-    store_where(target, value, jnp.logical_and(at >= first, at < end), layout)
+    store_where(ref.at[pl.ds(start, value.size)], value, at, first, end, layout)
 
 
-def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
-    """Store each thread's vector of `value` if `inside` is True for the vector's first element."""
+def store_where(
+    ref: Ref, value: jax.Array, index: jax.Array, first: Any, end: Any, layout: Layout
+) -> None:
+    """Store those elements of `value` whose `index` is in the range [first, end).
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    `index` numbers the elements of the last axis of `ref`, from any number on. Each thread's vector
+    must be either entirely inside the range or entirely outside. No other element of `ref` is
+    written, because another block or warpgroup may be storing there.
+    """
+
+    def reference(ref: Ref, value: jax.Array, inside: jax.Array) -> None:
+        value, start = value.reshape(*ref.shape[:-1], -1), index.reshape(-1)[0]
+        whole = value.shape[-1]
+        at = jnp.clip(first - start, 0, whole)
+        count = jnp.clip(end - start, 0, whole) - at
+        # Sizes of slices must be static, so the range is stored in a few slices of powers of 2.
+        for width in (1 << k for k in reversed(range(whole.bit_length()))):
+            has_slice = (count & width) != 0
+
+            @pl.when(has_slice)
+            def _(at: Any = at, width: int = width) -> None:
+                columns = pl.ds(at, width)
+                part = lax.dynamic_slice_in_dim(value, at, width, axis=-1)
+                store(ref.at[columns] if value.ndim == 1 else ref.at[:, columns], part)
+
+            at = jnp.where(has_slice, at + width, at)
+
+    @inline(reference, (plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
         for register, is_inside, address in _moves(ref, value, inside):
             with utils.when(mgpu.elements_of(is_inside)[0]):
                 llvm.store(register, address)
 
-    write(ref, value.astype(ref.dtype), inside)
-
-
-def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """In the interpreter, store a range of the columns of `value`, and leave out the others.
-
-    The range consists of the columns i with ``0 <= first + i < size``. Column i of `value` is
-    stored in column ``start + i`` of `ref`. The columns are stored in a few slices whose sizes are
-    powers of 2, because sizes of slices must be static. The other columns of `ref` must not be
-    written, because another block or warpgroup may be storing there.
-    """
-    value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
-    whole = value.shape[-1]
-    at = jnp.clip(-first, 0, whole)
-    count = jnp.clip(size - first, 0, whole) - at
-    for width in (1 << k for k in reversed(range(whole.bit_length()))):
-        has_slice = (count & width) != 0
-
-        @pl.when(has_slice)
-        def _(at: Any = at, width: int = width) -> None:
-            part = lax.dynamic_slice_in_dim(value, at, width, axis=-1)
-            columns = pl.ds(start + at, width)
-            store(ref.at[columns] if value.ndim == 1 else ref.at[:, columns], part)
-
-        at = jnp.where(has_slice, at + width, at)
+    inside = jnp.logical_and(index >= first, index < end)
+    write(reshaped(ref, value.shape), value.astype(ref.dtype), inside)
 
 
 def _store(element: Any, address: Any, predicate: Any) -> None:
@@ -308,12 +286,9 @@ def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]
     threads.
     """
     shape = (*value.shape[:-1], value.shape[-1] // 2)
-    if is_interpreted():
-        pairs = value.reshape(*shape, 2)
-        return [pairs[..., 0], pairs[..., 1]]
     of_half = plgpu.ShapeDtypeStruct(shape, value.dtype, half)
 
-    @plgpu.inline_mgpu(arg_types=(wide,), return_type=(of_half, of_half))
+    @inline(lambda value: (value[..., ::2], value[..., 1::2]), (wide,), (of_half, of_half))
     def split(context: Any, value: Any) -> Any:
 
         def every_second(first: int) -> Any:
@@ -335,11 +310,11 @@ def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) 
     layout of the result.
     """
     shape = (*first.shape[:-1], 2 * first.shape[-1])
-    if is_interpreted():
-        return jnp.stack([first, second], axis=-1).reshape(shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(half, half), return_type=plgpu.ShapeDtypeStruct(shape, first.dtype, wide)
+    @inline(
+        lambda first, second: jnp.stack([first, second], axis=-1).reshape(shape),
+        (half, half),
+        plgpu.ShapeDtypeStruct(shape, first.dtype, wide),
     )
     def join(context: Any, first: Any, second: Any) -> Any:
 
@@ -373,16 +348,14 @@ def load_each_row(
       layout: layout of the results.
       shape: ``(rows, cols)``, the shape of the results, which are float32.
     """
-    if is_interpreted():
-        rows = row_of(shared, first + lax.iota(jnp.int32, shape[0]))
-        return [load(ref, None)[rows].astype(jnp.float32) for ref in refs]
     index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, *[plgpu.RefType() for _ in refs]),
-        return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout) for _ in refs),
+    @inline(
+        lambda rows, refs: [load(ref, None)[rows[:, 0]].astype(jnp.float32) for ref in refs],
+        (layout, [plgpu.RefType()] * len(refs)),
+        [plgpu.ShapeDtypeStruct(shape, jnp.float32, layout)] * len(refs),
     )
-    def read(context: Any, rows: Any, *refs: Any) -> Any:
+    def read(context: Any, rows: Any, refs: Sequence[Any]) -> Any:
         columns = mgpu.indices(rows.layout, shape, (0, 1))
 
         def loaded(ref: Any) -> Any:
@@ -400,7 +373,7 @@ def load_each_row(
 
         return [loaded(ref) for ref in refs]
 
-    return list(read(row_of(shared, first + index), *refs))
+    return list(read(row_of(shared, first + index), list(refs)))
 
 
 def _mapped(function: Callable[..., Any], layout: Any, *values: Any) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.launch import inline
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPS,
@@ -56,12 +56,11 @@ def spread(value: jax.Array, v: int) -> jax.Array:
     shape = (WARPS, WARP * v)
     if v == 1:
         return value
-    if is_interpreted():
-        return lax.broadcast_in_dim(value, (*OF_THREADS, v), (0, 1)).reshape(shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(warps_layout(1),),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, warps_layout(v)),
+    @inline(
+        lambda value: lax.broadcast_in_dim(value, (*OF_THREADS, v), (0, 1)).reshape(shape),
+        (warps_layout(1),),
+        plgpu.ShapeDtypeStruct(shape, jnp.float32, warps_layout(v)),
     )
     def copy(context: Any, value: Any) -> Any:
         (register,) = value.registers.flat
@@ -93,8 +92,6 @@ def _reciprocals(unit: jax.Array) -> jax.Array:
     The instruction computes the reciprocal of the product of these elements. Multiplications then
     give each reciprocal. For two elements a and b: 1 / a = b * (1 / (a * b)).
     """
-    if is_interpreted():
-        return 1 / unit
     layout = warps_layout(unit.shape[1] // WARP)
 
     def inverses(elements: Sequence[Any], of_product: Any) -> list[Any]:
@@ -109,8 +106,10 @@ def _reciprocals(unit: jax.Array) -> jax.Array:
             for inverse in inverses(each, arith.mulf(of_product, other))
         ]
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, layout)
+    @inline(
+        lambda unit: 1 / unit,
+        (layout,),
+        plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, layout),
     )
     def shared(context: Any, value: Any) -> Any:
         (register,) = value.registers.flat
@@ -131,12 +130,11 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
     v = unit.shape[1] // WARP
     if v == 1:
         return unit
-    if is_interpreted():
-        return of_axis(unit.reshape(*OF_THREADS, v), axis=2)
 
-    @plgpu.inline_mgpu(
-        arg_types=(warps_layout(v),),
-        return_type=plgpu.ShapeDtypeStruct(OF_THREADS, jnp.float32, warps_layout(1)),
+    @inline(
+        lambda unit: of_axis(unit.reshape(*OF_THREADS, v), axis=2),
+        (warps_layout(v),),
+        plgpu.ShapeDtypeStruct(OF_THREADS, jnp.float32, warps_layout(1)),
     )
     def fold(context: Any, unit: Any) -> Any:
         (register,) = unit.registers.flat

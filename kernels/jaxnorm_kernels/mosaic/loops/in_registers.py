@@ -132,10 +132,10 @@ class InRegisters:
 
     def tile(self, cols: int) -> Tile:
         """Return the tile: how a block distributes rows of `cols` columns over its threads."""
-        vector = self.vector
-        apart: dict[str, Any] = {"apart": self.apart}
+        kind: type[Tile] = RowTile
         if self.warpgroups * self.cluster > 1:
-            return SplitRow(cols, vector, self.warpgroups, self.cluster, **apart)
-        if self.threads == WARPGROUP_THREADS and self.rows == 1:
-            return WarpgroupRow(cols, vector, **apart)
-        return RowTile(cols, vector, self.threads, self.rows, **apart)
+            kind = SplitRow
+        elif self.threads == WARPGROUP_THREADS and self.rows == 1:
+            kind = WarpgroupRow
+        sizes = self.threads, self.rows, self.warpgroups, self.cluster
+        return kind(cols, self.vector, *sizes, apart=self.apart)

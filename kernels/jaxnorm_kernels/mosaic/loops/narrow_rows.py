@@ -34,8 +34,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
-    load_wide_columns,
-    load_wide_rows,
+    load_wide,
     store,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
@@ -170,7 +169,8 @@ def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
     together = min(height, _ADDED_AT_A_TIME)
 
     def add(i: Any, total: jax.Array) -> jax.Array:
-        parts = load_wide_rows(ref, i * together, together, layout)
+        starts = [row * ref.shape[1] for row in range(together)]
+        parts = load_wide([ref], layout, ref.shape[1:], (i * together,), starts)
         return functools.reduce(jnp.add, parts, total)
 
     zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)
@@ -255,7 +255,7 @@ class PipelinedNarrowRows:
 
     def tile(self, cols: int) -> RowTile:
         """Return the tile: how a warpgroup distributes `height` rows over its threads."""
-        return RowTile(cols, self.vector, threads=self.threads, height=self.height)
+        return RowTile(cols, self.vector, threads=self.threads, rows=self.height)
 
 
 def pipelined_narrow_rows_backward(
@@ -270,9 +270,7 @@ def pipelined_narrow_rows_backward(
 
         Returns one list per fragment (range of columns). It contains one array per operand.
         """
-        return [
-            load_wide_columns(held, at, (f.start,), (tile.rows, f.width), layout) for f in fragments
-        ]
+        return [load_wide(held, layout, (tile.rows, f.width), at, (f.start,)) for f in fragments]
 
     def finish(
         columns: Sequence[Arrays], held: Sequence[Ref], at: RowIndex, stats: Arrays, _: None

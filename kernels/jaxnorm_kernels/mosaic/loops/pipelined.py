@@ -41,7 +41,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     load,
     load_scalars,
-    load_wide_range,
+    load_wide,
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import (
@@ -344,7 +344,7 @@ class _PipelinedKernel:
         `count` operands.
         """
         place = (at, row, unit.stage_start)
-        return load_wide_range(self.held[:count], place, self.ring.layout, self.ring.shape)
+        return load_wide(self.held[:count], self.ring.layout, self.ring.shape, place)
 
     def no_sums(self) -> list[jax.Array]:
         """Return the initial column sums: arrays of zeros, one for each unit and column sum.

@@ -177,7 +177,7 @@ def norm_bwd(
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
     # The formula does not use `wrt`, the operands that need gradients, so `wrt` is replaced by ().
-    # In `spec.last`, the operation's name is always norm, also for a call of add_norm. So calls
+    # In `spec.last`, the operation's name is always norm, even for a call of add_norm. So calls
     # that differ only in `wrt`, or only in this name, can share one kernel.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")

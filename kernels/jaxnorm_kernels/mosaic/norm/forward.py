@@ -42,9 +42,10 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
+from jaxnorm_kernels.mosaic.loops.each_row import LoadedRow, Steps, each_row
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run, store_stats
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
-from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Stat, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Op, Spec
@@ -291,7 +292,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
         store_stats(refs.stats, loaded.index, row.stats)
 
     first = (params.load_all, params.prepare) if params_first else ()
-    tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish, *first))
+    each_row(tile, refs.operands, spec.rows, refs.scratch, Steps(load, finish, *first))
 
 
 def _wide(tile: Tile, value: jax.Array) -> jax.Array:

@@ -38,7 +38,8 @@ from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment
-from jaxnorm_kernels.mosaic.rows.strips import Merge, Parts, Stat, Strip, StripExchange, Strips
+from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Parts, StripExchange
+from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.specs import Spec
 

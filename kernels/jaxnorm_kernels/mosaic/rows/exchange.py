@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, is_interpreted
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, inline
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -528,11 +528,7 @@ class RowSums(Exchange):
             self.in_cluster(self.values).send(scratch, stage, sums)
             return
         shared, barriers = scratch
-        if is_interpreted():
-            for at, value in enumerate(sums):
-                store(shared.at[stage * self.values + at, self._of_warpgroup], value)
-        else:
-            self._store(shared, stage, sums)
+        self._store(shared, stage, sums)
         plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
@@ -546,8 +542,6 @@ class RowSums(Exchange):
             return self._receive(scratch, stage, k, self.values).totals(scratch, stage)
         shared, barriers = scratch
         plgpu.barrier_wait(self._barrier(barriers, k))
-        if is_interpreted():
-            return [jnp.sum(shared[stage * self.values + at]) for at in range(self.values)]
         return self._load_sums(shared, stage)
 
     # Mosaic's own loads and stores of these values take 90 operations each. A step may have eight
@@ -556,7 +550,11 @@ class RowSums(Exchange):
     def _store(self, shared: Ref, stage: Any, sums: Sequence[jax.Array]) -> None:
         layout = warps_layout(1).reduce(1)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, [layout] * len(sums)))
+        def reference(shared: Ref, stage: Any, sums: Sequence[jax.Array]) -> None:
+            for at, value in enumerate(sums):
+                store(shared.at[stage * self.values + at, self._of_warpgroup], value)
+
+        @inline(reference, (_REF, _SCALAR, [layout] * len(sums)))
         def write(context: Any, shared: Any, stage: Any, sums: Sequence[Any]) -> None:
             row, warp = mgpu.Word(stage.registers.item()) * self.values, mgpu.thread() // WARP
             first = mgpu.address_of(shared) + (row * self.parts + warp) * 4
@@ -568,12 +566,16 @@ class RowSums(Exchange):
     def _load_sums(self, shared: Ref, stage: Any) -> list[jax.Array]:
         in_lanes = self.in_lanes or self.parts % WARP == 0
         layout = columns_layout(1, min(self.parts, WARP)) if in_lanes else _ALL
-        scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
+        scalar, rows = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR), range(self.values)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=[scalar] * self.values)
+        @inline(
+            lambda shared, stage: [jnp.sum(shared[stage * self.values + at]) for at in rows],
+            (_REF, _SCALAR),
+            [scalar] * self.values,
+        )
         def add(context: Any, shared: Any, stage: Any) -> list[Any]:
             row = mgpu.Word(stage.registers.item()) * self.values
-            starts = [self.parts * i for i in range(self.values)]
+            starts = [self.parts * i for i in rows]
             parts = mgpu.load_arrays(
                 [shared], layout.to_mgpu(), (self.parts,), at=(row,), starts=starts
             )

@@ -28,7 +28,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     load,
     load_wide,
-    load_wide_columns,
     rows_layout,
     widen,
 )
@@ -134,10 +133,10 @@ class HeadTile:
         """
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)
-            parts = load_wide_columns([ref], at, starts, (self.rows, self.pairs), half)
+            parts = load_wide([ref], half, (self.rows, self.pairs), at, starts)
             if self.rotated < self.cols:
                 rest, layout = (self.rows, self.cols - self.rotated), self.rows_layout(self.rest)
-                parts += load_wide_columns([ref], at, (self.rotated,), rest, layout)
+                parts += load_wide([ref], layout, rest, at, (self.rotated,))
             return parts
         stage, top = at
         of_tile = ref.at[stage, pl.ds(top, self.rows)]

@@ -10,19 +10,21 @@ other, so it starts before the last part has arrived.
 
 Each warpgroup has a partition of the columns (see `partitions`). It processes the partition in
 units. A unit has one vector for each thread of the 4 warps, and the shape ``(4, columns of a warp,
-width)``. The 32 lanes of a warp run along the width first, then along the columns. In GroupNorm,
-neighbouring inner elements that are normalised together form a *group* (see `strip_groups`).
+width)``. The 32 lanes of a warp run along the width first, then along the columns.
+
+In GroupNorm, `group` neighbouring inner elements are normalised together, so they have one mean and
+one variance. In registers, a statistic is a ``(width,)`` array, in which all elements of a group
+have the same value, with identical bits. In memory, it has one value per group.
 
 If the width does not divide the inner axis, the last strip ends with the axis and overlaps the
-previous strip. Its first elements are *stale*: they are stored twice, with the same value. If the
-group size does not divide the width, a strip may contain only a part of its last group. Strips then
-overlap, so that each group is complete in some strip. Each strip *owns* a range of complete groups,
-and stores only these. Each group is owned by exactly one strip.
+previous strip. If the group size does not divide the width, a strip may contain only a part of its
+last group. Strips then overlap, so that each group is complete in some strip. Each strip *owns* a
+range of complete groups, and stores only these. Each group is owned by exactly one strip. The
+statistics of incomplete groups are meaningless.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +42,7 @@ from jaxnorm_kernels.mosaic.device.launch import (
     CLUSTER,
     WARPGROUP,
     in_plain_order,
+    inline,
     warpgroup_index,
 )
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -50,17 +53,17 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     flat_index,
     load,
-    store,
     strip_layout,
     widen,
+    with_registers,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
-from jaxnorm_kernels.mosaic.rows import strip_groups
-from jaxnorm_kernels.mosaic.rows.exchange import (
-    MESSAGE,
-    TransactionBarriers,
-    announce,
-    send,
+from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, llvm, utils, vector
+from jaxnorm_kernels.mosaic.device.registers import (
+    load_each,
+    store_each,
+    store_global,
+    store_vectors,
+    store_where,
 )
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
@@ -112,9 +115,9 @@ class Strips:
         return self.threads * self.vector
 
     @property
-    def holds_groups(self) -> bool:
-        """True if the group size is a power of 2 and divides the width."""
-        return not self.group & (self.group - 1) and self.width % self.group == 0
+    def overlaps(self) -> bool:
+        """True if some elements of the array are in several strips."""
+        return self.pitch < self.width or self.inner % self.width != 0
 
     @property
     def pitch(self) -> int:
@@ -178,14 +181,14 @@ class Strips:
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Return the shared memory of a block: the strip of each loaded array, and barriers.
 
-        Each warpgroup has a barrier for each part of its columns. If the group size requires
-        `strip_groups.sum_of_any`, there is also memory for this function.
+        Each warpgroup has a barrier for each part of its columns. If there are groups of inner
+        elements, there is also memory for `group_sum`.
         """
         held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)
         return [
             *[plgpu.SMEM(held, dtype) for dtype in dtypes],
-            *([] if self.holds_groups else [plgpu.SMEM(of_warps, jnp.float32)]),
+            *[plgpu.SMEM(of_warps, jnp.float32)] * (self.group > 1),
             plgpu.Barrier(
                 num_arrivals=len(dtypes) * self.boxes_of_part,
                 num_barriers=self.warpgroups * self.parts,
@@ -221,9 +224,8 @@ class Strip:
       start: index of the strip's first element along the inner axis.
       fresh: index of the first inner element that no earlier strip stores.
       partition: the warpgroup's columns.
-      stages: a list of refs in shared memory, one for each loaded array. If the group size requires
-        `strip_groups.sum_of_any`, the scratch memory of this function is one more entry, at the end
-        of the list.
+      stages: a list of refs in shared memory, one for each loaded array. If there are groups of
+        inner elements, the memory for `group_sum` is one more entry, at the end of the list.
       full: barriers, one for each part of each warpgroup's columns. The copies that load a part
         signal its barrier.
     """
@@ -301,9 +303,7 @@ class Strip:
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
             return load(ref.at[self.outer, self.inner], layout)
-        if not self.strips.holds_groups:
-            return strip_groups.load_of_any(ref.at[self.outer], self._span)
-        return strip_groups.load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
+        return load_each(ref.at[self.outer], lax.div(self._index, jnp.int32(group)), layout)
 
     def inner_param(self, ref: Ref) -> Stat:
         """Load the elements of a parameter for the strip's inner elements.
@@ -318,10 +318,11 @@ class Strip:
     def store(self, ref: Ref, fragment: Fragment, value: jax.Array) -> None:
         """Store the elements of a fragment (a range of columns), rounded to the dtype of `ref`."""
         target = ref.at[self.outer, pl.ds(fragment.start, fragment.width), self.inner]
-        if self.strips.holds_groups:
+        if not self.strips.overlaps:
             store_global(target, value, self.strips.layout)
-        else:
-            strip_groups.store_own(target, value, self._span, self.strips.layout)
+            return
+        index = self.start + lax.broadcasted_iota(jnp.int32, value.shape, 2)
+        store_where(target, value, index, self.fresh, self._end, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
         """Store a statistic of the strip's inner elements.
@@ -329,51 +330,36 @@ class Strip:
         In `ref`, it has one value for each group of inner elements that are normalised together
         (see `Strips.stats_shape`).
         """
-        strips = self.strips
-        if strips.group == 1:
+        if self.strips.group == 1:
             self.store_inner(ref, stat)
             return
-        if not strips.holds_groups:
-            row, span = ref.at[self.outer], self._span
-            pl.when(self._is_first)(lambda: strip_groups.store_of_any(row, stat, span))
-            return
-        target, layout = self._of_groups(ref), strips.stat_layout
-        pl.when(self._is_first)(
-            lambda: strip_groups.store_of_groups(target, stat, strips.group, strips.vector, layout)
-        )
+        index, group = self._index, jnp.int32(self.strips.group)
+        nth = lax.div(index, group)
+        # Store the value of a group's first element, if the strip owns the group.
+        is_stored = (nth * group == index) & (index >= self.fresh) & (index < self._end)
+        nth = jnp.where(is_stored, nth, jnp.int32(-1))
+        row, layout = ref.at[self.outer], self.strips.stat_layout
+        pl.when(self._is_first)(lambda: store_each(row, nth, stat, layout))
 
     def store_inner(self, ref: Ref, stat: Stat) -> None:
         """Store a statistic in an ``(outer, inner)`` ref: one value for each inner element.
 
         The statistic is ``(width,)``, and every warp has a complete copy of it.
         """
-        strips = self.strips
-        if strips.holds_groups:
-            pl.when(self._is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
-            return
-        row, span = ref.at[self.outer], self._span
+        row, layout = ref.at[self.outer], self.strips.stat_layout
         pl.when(self._is_first)(
-            lambda: store_vectors(row, span.start, stat, span.first, span.end, strips.stat_layout)
+            lambda: store_vectors(row, self.start, stat, self.fresh, self._end, layout)
         )
 
     @property
-    def _span(self) -> strip_groups.Span:
-        """The strip's inner elements, and the range of elements that the strip stores.
+    def _end(self) -> Any:
+        """Index behind the last inner element that this strip stores."""
+        return jnp.minimum(self.fresh + self.strips.pitch, self.strips.inner)
 
-        The property is used only if `Strips.holds_groups` is False. Groups at the ends of the strip
-        may then be incomplete, and the strip does not store their elements.
-        """
-        strips = self.strips
-        end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
-        return strip_groups.Span(
-            self.start,
-            self.fresh,
-            end,
-            strips.width,
-            strips.group,
-            strips.vector,
-            strips.stat_layout,
-        )
+    @property
+    def _index(self) -> jax.Array:
+        """Index along the inner axis of each element of the strip."""
+        return self.start + flat_index((self.strips.width,), self.strips.stat_layout)
 
     @property
     def _is_first(self) -> Any:
@@ -383,20 +369,11 @@ class Strip:
             is_first &= lax.axis_index(CLUSTER) == 0
         return is_first
 
-    def _of_groups(self, ref: Ref) -> Ref:
-        """Return the part of a statistic's ref that belongs to this strip: ``(width / group,)``."""
-        group = self.strips.group
-        return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
-
     def group_sum(self, stat: Stat) -> Stat:
         """For each inner element, return the sum of a statistic over the element's group."""
-        group = self.strips.group
-        if group == 1:
+        if self.strips.group == 1:
             return stat
-        if self.strips.holds_groups:
-            return strip_groups.group_sum(stat, group, self.strips.stat_layout)
-        scratch = self.stages[-1].at[lax.axis_index(WARPGROUP)]
-        return strip_groups.sum_of_any(stat, self._span, scratch)
+        return group_sum(stat, self.start, self.strips, self.stages[-1])
 
     def sum(
         self,
@@ -514,164 +491,57 @@ class Strip:
         )
 
 
-# -------------------------------------------------------------------------------------------------
-# Exchange of statistics between the warps that share a strip, in a block or in a cluster.
-#
-# Each warp has statistics of its own columns, for each inner element. It writes them to shared
-# memory, and then every warp of the block merges the statistics of all warps. In a cluster, each
-# block sends its merged statistics to all blocks (`TransactionBarriers`), which merge them again.
+def group_sum(stat: Stat, start: Any, strips: Strips, scratch: Ref) -> Stat:
+    """For each inner element of a strip, return the sum of a statistic over the element's group.
 
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """Statistics of several parts of a strip's columns, in shared memory.
-
-    A part consists of the columns of one warp, or of one block.
-
-    Attributes:
-      count: number of parts.
-      stats: one entry per statistic. An entry is a function that maps the index of a part to the
-        part's value, or a number if all parts have the same value.
+    Mosaic's layouts do not support groups, so this function handles the elements of each thread one
+    by one. Each warp writes its elements to shared memory. Then each thread reads all elements of
+    the groups that overlap its vector. `start` is the index of the strip's first element along the
+    inner axis. `scratch` is a ``(warpgroups, 4 * width)`` ref in shared memory.
     """
+    group, width, v, layout = strips.group, strips.width, strips.vector, strips.stat_layout
 
-    count: int
-    stats: Sequence[Callable[[Any], Stat] | float]
+    def reference(scratch: Ref, stat: Stat, start: Any) -> Stat:
+        groups = lax.div(start + flat_index((width,), layout), jnp.int32(group))
+        return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
 
-    def sum(self, term: Callable[..., Stat]) -> Stat:
-        """Apply `term` to the statistics of each part, and return the sum of the results.
+    # Maximum number of groups that overlap a thread's vector. The first and the last of these
+    # groups are counted, too, although the vector may contain only a part of them.
+    count, f32 = (v - 1) // group + 2, ir.F32Type.get
 
-        This is a loop, because otherwise the compiler would load the statistics of all parts into
-        registers at once.
-        """
+    @inline(
+        reference,
+        (plgpu.RefType(), layout, plgpu.Layout.WG_SPLAT),
+        plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, layout),
+    )
+    def sum_up(context: Any, scratch: Any, value: Any, start: Any) -> Any:
+        start, thread = mgpu.Word(start.registers.item()), mgpu.thread()
+        of_warp = mgpu.address_of(scratch) + thread // WARP % WARPS * (4 * width)
+        lane_first = thread % (width // v) * v
 
-        def of(part: Any) -> Stat:
-            return term(*[s if isinstance(s, float) else s(part) for s in self.stats])
+        def place(element: mgpu.Word) -> Any:
+            return mgpu.in_shared(of_warp + element * 4)
 
-        return lax.fori_loop(1, self.count, lambda part, total: total + of(part), of(0))
+        for at, element in enumerate(mgpu.elements_of(value.registers.item())):
+            llvm.store(element, place(lane_first + at))
+        utils.warp_barrier()
+        first = start + lane_first
+        first_group = first // group
+        totals = []
+        for nth in range(count):
+            begin = ((first_group + nth) * group - start).value
+            begin = arith.minsi(arith.maxsi(begin, mgpu.i32(0)), mgpu.i32(width - group))
+            terms = [llvm.load(f32(), place(mgpu.Word(begin) + at)) for at in range(group)]
+            totals.append(functools.reduce(arith.addf, terms))
+        utils.warp_barrier()
+        results = []
+        for at in range(v):
+            nth = (first + at) // group - first_group
+            total = totals[0]
+            for k in range(1, count):
+                total = arith.select((nth + -k).is_below(1), totals[k], total)
+            results.append(total)
+        register = vector.from_elements(ir.VectorType.get((v,), f32()), results)
+        return with_registers(value, [register])
 
-    def total(self, which: int) -> Stat | float:
-        """Return the sum of statistic number `which` over all parts."""
-        stat = self.stats[which]
-        return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
-
-
-#: A function that merges statistics. Each part of the columns has its own statistics. The function
-#: takes the statistics of all parts, and returns the statistics over all columns.
-Merge = Callable[[Parts], list[Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class StripExchange:
-    """Exchange of statistics between the warps that share a strip, once per strip.
-
-    Attributes:
-      strips: how the array is split into strips.
-      stats: maximum number of statistics in an exchange.
-    """
-
-    strips: Strips
-    stats: int
-
-    @property
-    def _parts(self) -> int:
-        return WARPS * self.strips.warpgroups
-
-    def scratch(self) -> list[Any]:
-        """Return the shared memory and the barriers of the exchange."""
-        strips = self.strips
-        of_warps = (self.stats, self._parts, strips.width)
-        of_blocks = (self.stats, strips.cluster, strips.width)
-        scratch = [
-            plgpu.SMEM(of_warps, jnp.float32),
-            plgpu.Barrier(num_arrivals=strips.warpgroups),
-        ]
-        if strips.cluster == 1:
-            return scratch
-        return [*scratch, plgpu.SMEM(of_blocks, jnp.float32), self._barriers.scratch()]
-
-    def open(self, scratch: Sequence[Any]) -> None:
-        """Initialise the barriers of a cluster. A kernel must call this first."""
-        if self.strips.cluster > 1:
-            self._barriers.open(scratch[-1])
-
-    def ready(self) -> None:
-        """Wait until all blocks of the cluster have initialised their barriers."""
-        if self.strips.cluster > 1:
-            self._barriers.ready()
-
-    def __call__(
-        self, scratch: Sequence[Any], merge: Merge, stats: Sequence[Stat | float]
-    ) -> list[Any]:
-        """Merge the statistics of all warps that share the strip.
-
-        The shape of a warpgroup's statistics is ``(4, width)``. The results are ``(width,)``, and
-        equal in all warps.
-
-        Args:
-          scratch: the shared memory and barriers of the exchange, in the order in which the method
-            `scratch` describes them.
-          merge: the function that merges statistics. It is applied to the warps of a block, and in
-            a cluster once more to its blocks.
-          stats: statistics of this warpgroup's four warps.
-        """
-        of_warps, barrier, *of_cluster = scratch
-        arrays = [stat for stat in stats if not isinstance(stat, float)]
-        mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
-        for at, stat in enumerate(arrays):
-            store(of_warps.at[at, mine], stat)
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
-        merged = merge(self._parts_in(of_warps, stats, self._parts))
-        if self.strips.cluster == 1:
-            return merged
-        arrays = [stat for stat in merged if not isinstance(stat, float)]
-        of_blocks, barriers = of_cluster
-        rank = lax.axis_index(CLUSTER)
-        slots = [of_blocks.at[at, rank] for at in range(len(arrays))]
-        self._send(slots, arrays, barriers)
-        self._barriers.receive(barriers, jnp.int32(0), jnp.int32(0))
-        return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
-
-    def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
-        """Return the statistics of all parts of a strip, as a `Parts` object.
-
-        If an entry of `stats` is a number, all parts have this value. The other statistics differ
-        between parts, and are read from `slots`, in shared memory.
-        """
-        rows = itertools.count()
-        readers = [
-            stat if isinstance(stat, float) else functools.partial(self._part, slots, next(rows))
-            for stat in stats
-        ]
-        return Parts(parts, readers)
-
-    def _part(self, slots: Ref, row: Any, part: Any) -> Stat:
-        return load(slots.at[row, part], self.strips.stat_layout)
-
-    def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
-        """Send this block's statistics to all blocks of the cluster.
-
-        The threads of the block form groups of `Strips.threads` neighbouring threads. Every group
-        has a complete copy of the strip's statistics. Group i sends its copy to block i of the
-        cluster. If there are more groups than blocks, the remaining groups send nothing.
-        """
-        threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
-        ref, layout = plgpu.RefType(), self.strips.stat_layout
-
-        @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats), ref))
-        def send_stats(context: Any, slots: Any, stats: Any, barriers: Any) -> None:
-            thread = mgpu.thread()
-            barrier = mgpu.address_of(barriers)
-            announce(barrier, 4 * len(stats) * cluster * width, thread.is_zero())
-            block, lane = thread // threads, thread % threads
-            for slot, stat in zip(slots, stats):
-                values = mgpu.elements_of(stat.registers.item())
-                first = mgpu.address_of(slot) + lane * (4 * len(values))
-                for at in range(0, len(values), MESSAGE):
-                    send(values[at : at + MESSAGE], first + 4 * at, barrier, block, cluster)
-
-        send_stats(list(slots), list(stats), barriers)
-
-    @property
-    def _barriers(self) -> TransactionBarriers:
-        return TransactionBarriers(arrivals=1, stages=1)
+    return sum_up(scratch.at[lax.axis_index(WARPGROUP)], stat, start)

@@ -40,6 +40,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warpgroup_layout,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.device.registers import load_columns
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
@@ -49,49 +50,6 @@ Stat = jax.Array
 
 #: Values of a row: a list with one array for each fragment (range of columns).
 Fragments = list[jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedRow:
-    """A row (or group of rows) that this block has loaded.
-
-    Attributes:
-      index: index of the row or rows in a ``(rows, ...)`` ref.
-      step: number of rows (or groups) that the block has processed before.
-      load: ``load()`` returns, for each fragment, the tuple that `Steps.load` returns.
-    """
-
-    index: Any
-    step: Any
-    load: Callable[[], list[tuple[jax.Array, ...]]]
-
-    def read(self, which: int = 0) -> Fragments:
-        """Return a list with one array for each fragment (range of columns).
-
-        Each array is element `which` of the fragment's tuple (see `load`).
-        """
-        return [loaded[which] for loaded in self.load()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """The functions that a forward kernel calls for each row (or group of rows).
-
-    Attributes:
-      load: ``load(*elements)`` is called for each fragment (range of columns) of a row. Each of
-        `elements` has the fragment's elements of one row operand, in the operand's dtype. `load`
-        returns a tuple of arrays: the elements to reduce, in float32, and others that are needed
-        later.
-      finish: ``finish(row, prepared)`` reduces a row, given as a `LoadedRow`, and stores its
-        results. `prepared` is the result of `prepare`.
-      params: ``params()`` loads the parameters of columns, once per block.
-      prepare: ``prepare(params())`` computes values that depend on parameters only.
-    """
-
-    load: Callable[..., tuple[jax.Array, ...]]
-    finish: Callable[[LoadedRow, Any], None]
-    params: Callable[[], Any] = lambda: None
-    prepare: Callable[[Any], Any] = lambda loaded: loaded
 
 
 class _Reduction(NamedTuple):
@@ -116,9 +74,29 @@ _SUM = _Reduction(jnp.sum, operator.add, 0)
 class Tile:
     """Base class of all tiles. A row is represented as a list of arrays, one for each fragment.
 
+    If a tile is *pipelined*, a block processes several tiles one after the other. Asynchronous
+    copies (TMA) load the next tiles into buffers in shared memory (`slots`) while the block
+    computes. The last tiles of the array are the `tail`. Each of them has its own block, so that
+    all multiprocessors finish at about the same time::
+
+        rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      tiles = 4, tail = 3
+        block       0    |    1    |     2     |  3 |  4 |  5
+
     Attributes:
       cols: number of columns of a row.
       vector: number of neighbouring elements that a thread loads at once.
+      threads: number of threads that share a row, at most 32 (`RowTile`).
+      rows: number of rows of the tile (`RowTile`; otherwise 1).
+      warpgroups: number of warpgroups per block (`SplitRow`; otherwise 1).
+      cluster: number of blocks that share a row (`SplitRow`; otherwise 1).
+      slots: number of buffers in shared memory that each warpgroup has. A buffer contains the
+        warpgroup's columns of one tile. If it is 0, the tile is not pipelined.
+      tiles: number of tiles that a block processes.
+      tail: number of tiles at the end of the array. Each of them is processed by a block that
+        processes no other tile.
+      rereads: True if a row stays in shared memory until its results are stored, and is read again
+        for each use. It then occupies no registers in between.
+      exchanges: number of exchanges between warps that each row needs (`SplitRow`).
       apart: True if each unit (one vector per thread) is a separate fragment, so that it can be
         loaded or skipped separately.
       index: maps the shape of a fragment to its precomputed column indices. It may be empty.
@@ -126,9 +104,18 @@ class Tile:
 
     cols: int
     vector: int
-    apart: bool = dataclasses.field(default=False, kw_only=True)
+    threads: int = WARP
+    rows: int = 1
+    warpgroups: int = 1
+    cluster: int = 1
+    slots: int = 0
+    tiles: int = 1
+    tail: int = 0
+    rereads: bool = False
+    exchanges: int = 1
+    apart: bool = False
     index: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
-        default_factory=dict, kw_only=True, compare=False
+        default_factory=dict, compare=False
     )
 
     def placed(self) -> Self:
@@ -149,35 +136,20 @@ class Tile:
         raise NotImplementedError
 
     def shape(self, width: int) -> tuple[int, ...]:
-        """Return the shape in registers of a fragment with `width` columns of the block's rows."""
+        """Return the shape in registers of a fragment with `width` columns of the tile's rows."""
         raise NotImplementedError
-
-    @property
-    def rows(self) -> int:
-        """Number of rows per block."""
-        return 1
-
-    @property
-    def warpgroups(self) -> int:
-        """Number of warpgroups per block."""
-        return 1
-
-    @property
-    def cluster(self) -> int:
-        """Number of blocks that share a row."""
-        return 1
-
-    @property
-    def rereads(self) -> bool:
-        """True if a row is read from shared memory again for each use.
-
-        It then occupies no registers in between.
-        """
-        return False
 
     def blocks(self, rows: int) -> int:
         """Return the number of blocks of the grid."""
-        return -(-rows // self.rows)
+        whole = self.whole_blocks(rows)
+        return whole + -(-rows // self.rows) - whole * self.tiles
+
+    def whole_blocks(self, rows: int) -> int:
+        """Return the number of blocks that process `tiles` tiles each.
+
+        The remaining blocks process one tile each.
+        """
+        return max(0, -(-rows // self.rows) - self.tail) // self.tiles
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Return the shared memory and the barriers that a block needs.
@@ -185,8 +157,14 @@ class Tile:
         `stats` is the maximum number of values per row that the warps sharing a row exchange at a
         time. `dtypes` are the dtypes of the arrays that are loaded row by row.
         """
-        del stats, dtypes
-        return []
+        del stats
+        if not self.slots:
+            return []
+        count, shapes = self.warpgroups * self.slots, self.slot_shapes()
+        return [
+            *[plgpu.SMEM((count, *shape), dtype) for dtype in dtypes for shape in shapes],
+            plgpu.Barrier(num_arrivals=len(dtypes) * len(shapes), num_barriers=count),
+        ]
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Return the index of tile number `group` in an array of `rows` rows.
@@ -196,23 +174,34 @@ class Tile:
         """
         return lax.axis_index(BLOCK) if group is None else group
 
-    def first_row(self, rows: int) -> Any:
-        """Return the index of the first row (or group of rows) that this block processes."""
-        return self.row_index(rows)
+    def first(self, rows: int) -> Any:
+        """Return the index of the first tile that this block processes."""
+        block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
+        if not self.slots:
+            return block
+        return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
-    def each_row(
-        self, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
-    ) -> None:
-        """Run `steps` on each row (or group of rows) that this block processes."""
-        # Load parameters before the row. This raises the bandwidth of RMSNorm over 16384 columns
-        # (float32 input, bfloat16 output) from 0.94 to 1.02 of a copy's bandwidth (H200).
-        shared = steps.prepare(steps.params())
-        self.open(scratch)
-        row = self.first_row(rows)
-        raw = [self.load(operand, row) for operand in operands]
-        held = [steps.load(*fragment) for fragment in zip(*raw)]
-        self.ready()
-        steps.finish(LoadedRow(row, 0, lambda: held), shared)
+    def first_row(self, rows: int) -> Any:
+        """Return the index of the first row (or rows) that this block processes."""
+        return self.row_index(rows, self.first(rows))
+
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shape of each buffer in shared memory for a tile. A copy fills a buffer."""
+        raise NotImplementedError
+
+    def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+        """Return a pair (source, target) for each copy that loads a tile.
+
+        The target is a buffer in shared memory. Each copy moves consecutive bytes.
+        """
+        raise NotImplementedError
+
+    def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
+        """Load a tile from its buffers in shared memory, in the buffers' dtype.
+
+        Returns a list with one array for each fragment (range of columns).
+        """
+        raise NotImplementedError
 
     def open(self, scratch: Sequence[Any]) -> None:
         """Initialise the barriers in `scratch`. A kernel must call this first."""
@@ -313,22 +302,14 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class RowTile(Tile):
-    """Several rows per warpgroup. The threads of a row are in one warp.
-
-    Attributes:
-      threads: number of threads that share a row, at most 32.
-      height: number of rows per warpgroup.
-    """
-
-    threads: int = WARP
-    height: int = WARPS
+    """Several rows per warpgroup. The threads of a row are in one warp."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if the sizes do not fit together."""
         if self.threads > WARP:
             raise ValueError(f"{self} needs threads of one warp, {WARP} at most")
         step = WARPGROUP_THREADS // self.threads
-        if self.height != 1 and self.height % step:
+        if self.rows != 1 and self.rows % step:
             raise ValueError(f"{self} needs a height of 1 or k * {step}")
 
     @property
@@ -337,18 +318,14 @@ class RowTile(Tile):
 
     @functools.cached_property
     def layout(self) -> Layout:
-        return rows_layout(self.vector, self.threads, self.height)
+        return rows_layout(self.vector, self.threads, self.rows)
 
     def shape(self, width: int) -> tuple[int, ...]:
-        return (self.height, width)
-
-    @property
-    def rows(self) -> int:
-        return self.height
+        return (self.rows, width)
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         group = lax.axis_index(BLOCK) if group is None else group
-        return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
+        return pl.ds(jnp.minimum(group * self.rows, rows - self.rows), self.rows)
 
     @property
     def widths(self) -> list[int]:
@@ -381,6 +358,16 @@ class RowTile(Tile):
             )
             for p in self.fragments()
         ]
+
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.rows, self.cols)]
+
+    def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+        return [(x.at[index], slot) for slot in slots]
+
+    def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
+        (slot,) = slots
+        return [load_columns(slot, p.start, p.width, self.layout) for p in self.fragments()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,16 +409,7 @@ class SplitRow(Tile):
     own reduction over a warpgroup cannot be used. It would use the same scratch memory for all
     warpgroups of the block, which is a race. Neither Mosaic nor the interpreter reports this race
     (jax 0.11.2 and 0.12.0).
-
-    Attributes:
-      warpgroups: number of warpgroups per block.
-      cluster: number of blocks that share a row.
-      exchanges: number of exchanges that each row needs.
     """
-
-    warpgroups: int = 2
-    cluster: int = 1
-    exchanges: int = 1
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -442,10 +420,12 @@ class SplitRow(Tile):
 
     @functools.cached_property
     def exchange(self) -> Gather:
-        return Gather(self.warpgroups, self.cluster, slots=min(2, self.exchanges))
+        slots = 2 if self.slots else min(2, self.exchanges)
+        return Gather(self.warpgroups, self.cluster, slots=slots)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        return dataclasses.replace(self.exchange, values=stats).scratch()
+        exchanged = dataclasses.replace(self.exchange, values=stats).scratch()
+        return [*exchanged, *super().scratch(stats, dtypes)]
 
     def open(self, scratch: Sequence[Any]) -> None:
         self.exchange.open(scratch)
@@ -458,6 +438,20 @@ class SplitRow(Tile):
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
         return flat_index(shape, self.layout)
+
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        # Each fragment (column range) has its own buffer, because Mosaic can load a slice of a
+        # buffer's columns only if the slice's width divides the width of the buffer.
+        part = self.partition()
+        bodies = [part.unit] * part.units if self.apart else [part.body_width]
+        return [(width,) for width in [*bodies, *[part.unit] * part.has_tail]]
+
+    def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+        return [(x.at[index, p.columns()], slot) for p, slot in zip(self.fragments(), slots)]
+
+    def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
+        shapes = [self.shape(p.width) for p in self.fragments()]
+        return [load(slot, self.layout, s) for slot, s in zip(slots, shapes)]
 
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0

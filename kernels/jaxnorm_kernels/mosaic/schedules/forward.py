@@ -21,7 +21,7 @@ The rules follow from these properties of the hardware (H100, H200):
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -38,7 +38,6 @@ from jaxnorm_kernels.mosaic.rows.logits import (
     run_of_rows,
     threads_of_runs,
 )
-from jaxnorm_kernels.mosaic.rows.pipelined import PipelinedRow, PipelinedTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.schedules.columns import (
     column_bytes,
@@ -52,6 +51,13 @@ from jaxnorm_kernels.mosaic.schedules.columns import (
 from jaxnorm_kernels.specs import Op, Spec
 
 Kind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipelined_row"]
+_TILES: dict[Kind, type[Tile]] = {
+    "row_tile": RowTile,
+    "pipelined_tile": RowTile,
+    "warpgroup_row": WarpgroupRow,
+    "split_row": SplitRow,
+    "pipelined_row": SplitRow,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +68,8 @@ class ForwardSchedule:
     the attribute.
 
     Attributes:
-      kind: the kind of tile: row_tile (class `RowTile`), pipelined_tile (`PipelinedTile`),
-        warpgroup_row (`WarpgroupRow`), split_row (`SplitRow`) or pipelined_row (`PipelinedRow`).
+      kind: the kind of tile: row_tile or pipelined_tile (class `RowTile`), warpgroup_row
+        (`WarpgroupRow`), split_row or pipelined_row (`SplitRow`).
       vector: number of elements that a thread loads at once; it must divide the row.
       rows: number of rows that a block processes at the same time (row_tile, pipelined_tile).
       threads: number of threads of a warp that share a row (row_tile, pipelined_tile).
@@ -88,7 +94,7 @@ class ForwardSchedule:
     warpgroups: int = 1
     cluster: int = 1
     slots: int = 0
-    tiles: int = 0
+    tiles: int = 1
     tail: int = 0
     rereads: bool = False
     params_first: bool = False
@@ -97,25 +103,13 @@ class ForwardSchedule:
         """Return the tile: how a block distributes its rows over its threads."""
         if spec.rows // spec.groups % self._rows_of_params and spec.groups > 1:
             raise ValueError(f"{self} has parameters of one group for rows of another")
-        cols, vector = spec.cols, self.vector
-        apart: dict[str, Any] = {"apart": spec.is_causal}
-        shares = {
-            "warpgroups": self.warpgroups,
-            "cluster": self.cluster,
-            "exchanges": len(spec.operation.norms) or 1,
+        sizes = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("kind", "params_first")
         }
-        queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
-        match self.kind:
-            case "row_tile":
-                return RowTile(cols, vector, self.threads, self.rows, **apart)
-            case "pipelined_tile":
-                return PipelinedTile(cols, vector, self.threads, self.rows, **queue)
-            case "warpgroup_row":
-                return WarpgroupRow(cols, vector, **apart)
-            case "split_row":
-                return SplitRow(cols, vector, **shares, **apart)
-            case "pipelined_row":
-                return PipelinedRow(cols, vector, **shares, **queue, **apart)
+        norms = len(spec.operation.norms)
+        return _TILES[self.kind](spec.cols, exchanges=norms or 1, apart=spec.is_causal, **sizes)
 
     @property
     def _rows_of_params(self) -> int:

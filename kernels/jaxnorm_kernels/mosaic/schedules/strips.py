@@ -173,7 +173,7 @@ def _shared_bytes(strips: Strips, spec: Spec) -> int:
     columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
-    exchanged += 0 if strips.holds_groups else WARPS * strips.warpgroups
+    exchanged += WARPS * strips.warpgroups * (strips.group > 1)
     return columns * (column_bytes + 8) + 4 * exchanged * strips.width * 4 + _OTHER_SHARED_BYTES
 
 

@@ -20,6 +20,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import present, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
+from jaxnorm_kernels.mosaic.loops.each_row import LoadedRow, Steps, each_row
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
 from jaxnorm_kernels.mosaic.rows.logits import (
     Place,
@@ -28,7 +29,7 @@ from jaxnorm_kernels.mosaic.rows.logits import (
     has_places,
     scaled_logits,
 )
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import SplitRow, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
@@ -107,7 +108,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             tile.store(y_ref, row.index, y)
 
         if not has_places(spec):
-            tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish))
+            each_row(tile, refs.operands, spec.rows, refs.scratch, Steps(load, finish))
             return
         tile.open(refs.scratch)
         x, *rest = refs.operands

@@ -1,0 +1,125 @@
+"""Code that the attention functions of ``jaxnorm.linen`` and ``jaxnorm.nnx`` share."""
+
+from collections.abc import Callable, Collection
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.operations.softmax import filled_softmax
+from jaxnorm_kernels.specs import FLOAT_DTYPES
+
+# The arguments of Flax's attention functions for dropout: dropout_rng, dropout_rate,
+# broadcast_dropout and deterministic.
+Dropout = tuple[jax.Array | None, float, bool, bool]
+
+
+def attend(
+    weights: jax.Array,
+    value: jax.Array,
+    dropout: Dropout,
+    *,
+    einsum: Callable[..., jax.Array],
+    sow: Callable[[jax.Array], object] | None,
+) -> jax.Array:
+    """Return the matmul of attention weights and values, with Flax's dropout of the weights.
+
+    Args:
+      weights: array ``(batch..., heads, q_length, kv_length)``.
+      value: array ``(batch..., kv_length, kv_heads, depth)``, in the dtype of the computation. In
+        grouped-query attention, several heads of the weights share a head of the values.
+      dropout: Flax's arguments of dropout. With broadcast_dropout, all batch elements and heads
+        share one mask.
+      einsum: function with the arguments of `jnp.einsum`, for the matmul.
+      sow: function that is called with the weights before dropout, or None.
+    """
+    if sow is not None:
+        sow(weights)
+    rng, rate, broadcast, deterministic = dropout
+    if not (deterministic or rate == 0.0):
+        if not 0.0 < rate < 1.0:
+            raise ValueError(
+                f"dot_product_attention: dropout_rate={rate!r}; expected 0 <= rate < 1"
+            )
+        if rng is None:
+            raise ValueError(
+                "dot_product_attention: dropout_rate > 0 and deterministic=False need a dropout_rng"
+            )
+        batch = (1,) * (weights.ndim - 2) if broadcast else weights.shape[:-2]
+        keep = jax.random.bernoulli(rng, 1.0 - rate, batch + weights.shape[-2:])
+        weights = weights * (keep.astype(value.dtype) / jnp.asarray(1.0 - rate, value.dtype))
+    heads, groups = weights.shape[-3], value.shape[-2]
+    if heads == groups:
+        return einsum("...hqk,...khd->...qhd", weights, value)
+    batch, lengths = weights.shape[:-3], weights.shape[-2:]
+    split = weights.reshape(*batch, groups, heads // groups, *lengths)
+    out = einsum("...hgqk,...khd->...qhgd", split, value)
+    return out.reshape(*out.shape[:-3], heads, out.shape[-1])
+
+
+def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array, *, groups: bool) -> None:
+    """Raise ValueError unless the shapes fit together.
+
+    With `groups`, the key and the value may have fewer heads than the query.
+    """
+    shapes = [a.shape for a in (query, key, value)]
+    expected = None
+    if len({len(shape) for shape in shapes}) > 1 or query.ndim < 3:
+        expected = "three arrays (batch..., length, heads, depth) of equal rank"
+    elif len({shape[:-3] for shape in shapes}) > 1:
+        expected = "equal batch axes"
+    elif key.shape[-3] != value.shape[-3]:
+        expected = "key and value of equal length (axis -3)"
+    elif query.shape[-1] != key.shape[-1]:
+        expected = "query and key of equal depth (axis -1)"
+    elif not groups and len({shape[-2] for shape in shapes}) > 1:
+        expected = "equal numbers of heads (axis -2)"
+    elif any(query.shape[-2] % shape[-2] for shape in shapes):
+        expected = "numbers of heads (axis -2) of key and value that divide query's"
+    if expected is not None:
+        got = "query {}, key {}, value {}".format(*shapes)
+        raise ValueError(f"dot_product_attention: got {got}; expected {expected}")
+
+
+def masked_softmax(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    fill: float,
+    dtype: np.dtype,
+) -> jax.Array:
+    """Return the softmax of logits ``(batch..., heads, q_length, kv_length)`` over the last axis.
+
+    `bias` is added to the logits, and `fill` replaces logits where `mask` is False. The result has
+    the dtype `dtype`. Plain JAX computes it for inputs that kernels do not support: complex and
+    8-bit logits, an integer bias, and a bias or a mask that is larger than the logits.
+    """
+    supported = is_supported(logits.dtype, dtype)
+    if bias is not None and not (supported and fits(bias, logits.shape, FLOAT_DTYPES)):
+        logits, bias = logits + bias, None
+        supported = is_supported(logits.dtype, dtype)
+    if mask is not None and not (supported and fits(mask, logits.shape)):
+        logits, mask = jnp.where(mask, logits, fill), None
+    if not supported:
+        wide = jnp.promote_types(logits.dtype, dtype)
+        return jax.nn.softmax(logits.astype(wide)).astype(dtype)
+    where = None if mask is None else jnp.asarray(mask, bool)
+    return filled_softmax(logits, where, bias, fill=fill, dtype=dtype)
+
+
+def is_supported(*dtypes: jax.typing.DTypeLike) -> bool:
+    """Return True if all of the dtypes are supported by jaxnorm's functions."""
+    return all(np.dtype(dtype).name in FLOAT_DTYPES for dtype in dtypes)
+
+
+def fits(
+    a: jax.Array | None, shape: tuple[int, ...], dtypes: Collection[str] | None = None
+) -> bool:
+    """Return True if `a` is None, or broadcasts to `shape` and has one of `dtypes`.
+
+    If `dtypes` is None, any dtype is allowed.
+    """
+    return a is None or (
+        jnp.broadcast_shapes(a.shape, shape) == shape and (dtypes is None or a.dtype.name in dtypes)
+    )
