@@ -160,7 +160,7 @@ def test_names(added):
     for choice in (plan.forward, plan.backward):
         assert choice.name == "xla"
         assert "mosaic: there is no kernel of this operation yet" in choice.reason
-    with pytest.raises(ValueError, match=r"^rms_norm_scaled: .*there is no kernel of this"):
+    with pytest.raises(ValueError, match=r"^rms_norm_scaled: .*there is no kernel for this"):
         jaxnorm.rms_norm_scaled(*operands, implementation="mosaic")
 
 

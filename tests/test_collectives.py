@@ -51,7 +51,7 @@ class Kernels(StandIn):
         return getattr(xla, name)
 
     def why_unsupported(self, spec):
-        return "plain JAX's" if spec.cols_over or spec.norm.rotated else None
+        return "only plain JAX" if spec.cols_over or spec.op == "norm_rope" else None
 
 
 class Function(NamedTuple):

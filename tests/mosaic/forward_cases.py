@@ -321,7 +321,7 @@ def reference(
     `outputs` are the kernel's results. Only norms with a residual need them: their reference starts
     from the kernel's rounded h.
     """
-    if spec.norm.residual_dtype is not None:
+    if spec.has("residual"):
         return residual_reference(spec, outputs, *operands)
     if spec.op == "norm":
         return norm_reference(spec, *operands)

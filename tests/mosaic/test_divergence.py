@@ -360,7 +360,7 @@ def test_schedules_of_one_kernel():
     for cols, shares in expected.items():
         schedule = choose_both(both_spec(specs_of(8192, cols, F32, F32)[0], BF16), HOPPER)
         assert (schedule.warpgroups, schedule.cluster) == shares
-    for cols, words in {1001: "multiples of 16 bytes", 2**19: "L2 cache"}.items():
+    for cols, words in {1001: "multiple of 16 bytes", 2**19: "L2 cache"}.items():
         assert words in mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0], BF16))
     for cols in expected:
         assert mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0])) is None

@@ -44,7 +44,7 @@ def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     spec = make_spec(
         op, case.rows, case.cols, x, y, **({"scale_dtype": BF16} if "norm" in op else {})
     )
-    schedule = case.schedule_for(x, y, spec.norm.scale_dtype, spec.norm.bias_dtype)
+    schedule = case.schedule_for(x, y, spec.dtype("scale"), spec.dtype("bias"))
     assert "mosaic_gpu" in lower(spec, schedule=schedule)
 
 
@@ -176,7 +176,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         assert mosaic.why_unsupported(spec) is None
         schedule = choose(spec, gpu)
         held = schedule.rows_of(spec)
-        inputs = [d for d in (spec.x_dtype, spec.norm.residual_dtype) if d is not None]
+        inputs = [d for d in (spec.x_dtype, spec.dtype("residual")) if d is not None]
         assert spec.cols % schedule.vector == 0
         assert schedule.vector * max(d.itemsize for d in (*inputs, spec.y_dtype)) <= 16
         assert schedule.rows <= spec.rows

@@ -164,28 +164,28 @@ def why_unsupported(
       precision: the value of ``jax.default_matmul_precision``.
     """
     if local_capability() not in (90, None):
-        return "its matmul kernel uses matrix instructions of compute capability 9.0 (Hopper)"
+        return "its kernel needs the matrix instructions of compute capability 9.0 (Hopper)"
     if not all(isinstance(size, int) for size in sizes):
-        return "its kernels need sizes that are known when the call is traced, not symbolic ones"
+        return (
+            "kernels need sizes that are known when the call is traced, and x has a symbolic size"
+        )
     reasons = {
-        "its kernels compute in float32, and float64 arrays ask for more": any(
+        "an array is float64, and kernels compute in float32": any(
             each.itemsize > 4 for each in dtypes.values()
         ),
-        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits": (
+        "its matmul supports only bfloat16 and float16; cast weight, or give dtype= one of them": (
             dtype.name not in _ALGORITHMS
         ),
-        "its product kernel reads x as it multiplies it, in the product's dtype": (
-            dtypes["x"] != dtype
-        ),
-        "there is nothing to compute in an array of size 0": 0 in sizes,
-        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
-        "jax_default_matmul_precision names another": (
+        "its kernel does not cast x, so x needs the dtype of the matmul": (dtypes["x"] != dtype),
+        "an array has size 0, so there is nothing to compute": 0 in sizes,
+        "its matmul multiplies 16-bit numbers and adds them in float32, and "
+        "jax_default_matmul_precision names another algorithm": (
             (precision or "").isupper() and precision != _ALGORITHMS.get(dtype.name)
         ),
-        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}": any(
+        f"its kernel needs numbers of rows and columns that are multiples of {_MULTIPLE}": any(
             size % _MULTIPLE for size in sizes
         ),
-        f"its kernels number rows in 32 bits, up to {_MAX_ROWS}": sizes[0] > _MAX_ROWS,
+        f"x has more rows than the {_MAX_ROWS} that 32-bit indices allow": sizes[0] > _MAX_ROWS,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -114,9 +114,7 @@ class TileSchedule:
             if field.name not in ("kind", "params_first", "splits")
         }
         norms = len(spec.operation.norms)
-        return _TILES[self.kind](
-            spec.cols, exchanges=norms or 1, apart=spec.softmax.causal, **sizes
-        )
+        return _TILES[self.kind](spec.cols, exchanges=norms or 1, apart=spec.is_causal, **sizes)
 
     @property
     def _rows_of_params(self) -> int:
@@ -176,7 +174,7 @@ class ForwardRule:
             and param_bytes(spec) >= self.params * data_bytes(spec)
             and (self.most_params is None or len(param_sizes(spec)) <= self.most_params)
             and self.op in (None, spec.op)
-            and spec.softmax.causal >= self.causal
+            and spec.is_causal >= self.causal
         )
 
 

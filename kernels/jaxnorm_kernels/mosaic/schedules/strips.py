@@ -97,23 +97,24 @@ _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 _CANNOT: Table = (
     *NO_KERNEL,
     (
-        "its kernels over an axis that is not the last are those of norms without a residual",
+        "only norms without a residual have kernels over an axis that is not the last",
         lambda s: s.op != "norm",
     ),
     (
-        "its kernels over an axis that is not the last take parameters of what lies behind that "
-        "axis, such as GroupNorm's, and no others",
+        "its kernels over an axis that is not the last support only parameters that vary along the "
+        "axes behind it, such as GroupNorm's",
         lambda s: (
             not s.norm.inner_params
             and (s.norm.scale_dtype is not None or s.norm.bias_dtype is not None)
         ),
     ),
     (
-        f"its kernels need {COPY_BYTES} bytes, or a multiple, behind an axis that is not the last",
+        f"the axes behind a normalised axis that is not the last need {COPY_BYTES} bytes, or a "
+        "multiple",
         lambda s: any(s.inner * dtype.itemsize % COPY_BYTES for dtype in _held(s)),
     ),
     (
-        "its kernels hold no columns as many, or as few, as these, or no neighbours as many",
+        "the number of columns, or of adjacent channels of a group, is too large or too small",
         lambda s: strips_of(s) is None,
     ),
 )
