@@ -6,6 +6,7 @@ graph. The body of a scan over layers occurs once: its arrays are the arrays of 
 that the scan stacks is a separate node, whose operand is the array of one layer.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -39,6 +40,7 @@ NAMING = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(eq=False)
 class Value:
     """An array of the program, a node of the graph.
 
@@ -61,26 +63,23 @@ class Value:
       is_active: True if the array depends on an argument that is differentiated.
     """
 
-    def __init__(
-        self,
-        aval: Any,
-        made_by: str,
-        operands: Sequence["Value"] = (),
-        source: str = "",
-        layers: int = 1,
-        equation: Any = None,
-        is_active: bool = False,
-    ) -> None:
-        self.shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
-        self.dtype: np.dtype = getattr(aval, "dtype", np.dtype(bool))
-        self.made_by, self.operands, self.source = made_by, tuple(operands), source
-        self.layers, self.equation = layers, equation
+    aval: Any
+    made_by: str
+    operands: Sequence["Value"] = ()
+    source: str = ""
+    layers: int = 1
+    equation: Any = None
+    is_active: bool = False
+
+    def __post_init__(self) -> None:
+        self.shape: tuple[int, ...] = _shape(self)
+        self.dtype: np.dtype = getattr(self.aval, "dtype", np.dtype(bool))
         self.size = math.prod(self.shape)
-        self.local = _local_shape(aval, self.shape)
+        self.local = _local_shape(self.aval, self.shape)
         self.users: list[Value] = []
+        passes_on = self.made_by != "stop_gradient" and any(v.is_active for v in self.operands)
         is_inexact = jnp.issubdtype(self.dtype, jnp.inexact)
-        passes_on = made_by != "stop_gradient" and any(v.is_active for v in self.operands)
-        self.is_active: bool = is_inexact and (is_active or passes_on)
+        self.is_active = is_inexact and (self.is_active or passes_on)
         for operand in self.operands:
             operand.users.append(self)
 
@@ -199,18 +198,13 @@ class Program:
         consts, carries = _counts(equation, body)
         layers *= equation.params["length"]
         line = source or _line(equation)
-        # If any operand of the scan depends on a differentiated argument, the carry may depend on
-        # this argument too, after the first iteration.
-        is_active = any(v.is_active for v in operands)
-        carried, sliced = body.invars[consts:][:carries], body.invars[consts + carries :]
-        given = [
-            *operands[:consts],
-            *[Value(v.aval, "carry", (), line, layers, is_active=is_active) for v in carried],
-            *[
-                Value(v.aval, "layer's", (), line, layers, is_active=whole.is_active)
-                for v, whole in zip(sliced, operands[consts + carries :])
-            ],
-        ]
+        given = [*operands[:consts]]
+        for i, (v, outer) in enumerate(zip(body.invars[consts:], operands[consts:])):
+            # If any operand of the scan depends on a differentiated argument, the carry may depend
+            # on this argument too, after the first iteration.
+            is_active = any(w.is_active for w in operands) if i < carries else outer.is_active
+            name = "carry" if i < carries else "layer's"
+            given.append(Value(v.aval, name, (), line, layers, is_active=is_active))
         results = self._results(body, given, layers, source, line)
         pairs = [*zip(results, equation.outvars)]
         carried_out = [
