@@ -170,7 +170,9 @@ class Program:
             name = _name(equation)
             operands = [read(v) for v in equation.invars]
             body = _body(equation)
-            line = source or _line(equation) or _line_of(operands) or around
+            # In derivatives, some equations have no source line. They get that of an operand.
+            lines = (source, _line(equation), *(v.source for v in operands), around)
+            line = next(filter(None, lines), "")
             if name == "scan" and body is not None:
                 results = self._scan(equation, body, operands, layers, source)
             elif name in _CALLS and body is not None and len(body.invars) == len(operands):
@@ -340,15 +342,6 @@ def _line(equation: Any) -> str:
             if not package and is_other and packages in parts[:-1]:
                 package = f"{parts[parts.index(packages) + 1]}/{line}"
     return package
-
-
-def _line_of(operands: Sequence[Value]) -> str:
-    """Return the source line of the first operand that has one; "" if none of them does.
-
-    An equation without a source line of its own gets this line. In derivatives, some equations have
-    no source line.
-    """
-    return next((v.source for v in operands if v.source), "")
 
 
 def _is_library_s(body: Jaxpr) -> bool:
