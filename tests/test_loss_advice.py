@@ -165,43 +165,6 @@ def test_log_probabilities(loss, is_wide, is_capped, dtype):
     assert ("logit_softcap=30" in check(before, after, LOG_PROB, dtype, dtype)) == is_capped
 
 
-def test_log_probabilities_of_several_labels():
-    """A top-k teacher has several labels for each position."""
-
-    def before(x, weight, labels):
-        log_p = jax.nn.log_softmax(x @ weight)
-        return jnp.sum(jnp.take_along_axis(log_p, labels, -1) ** 2)
-
-    def after(x, weight, labels):
-        return jnp.sum(jaxnorm.linear_log_prob_and_entropy(x, weight, labels)[0] ** 2)
-
-    labels = jax.ShapeDtypeStruct((TOKENS, 5), "int32")
-    reports = [report_of(f, *operands("float32", "float32"), labels) for f in (before, after)]
-    assert_true(*reports, LOG_PROB)
-
-
-def test_a_tied_embedding_in_float32():
-    """The report recommends fusing the matmul with the loss, even if the embedding is tied.
-
-    A tied embedding table is also the weight that computes the logits. In this test, there are
-    casts, a transpose and a bias between the table and the loss.
-    """
-
-    def hidden(x, embedding, labels):
-        return x + embedding.astype(jnp.bfloat16)[labels]
-
-    def before(x, weight, labels):
-        logits = hidden(x, weight.T, labels) @ weight.astype(jnp.bfloat16)
-        return of_optax(logits.astype(jnp.float32) + jnp.arange(1.0 * CLASSES), labels)
-
-    def after(x, weight, labels):
-        bias = jnp.arange(1.0 * CLASSES)
-        weight_of_16_bits = weight.astype(jnp.bfloat16)
-        return LINEAR(hidden(x, weight.T, labels), weight_of_16_bits, labels, bias=bias)
-
-    assert "bias=" in check(before, after, NAME, "bfloat16", "float32")
-
-
 # Functions of logits, a weight and labels that return the logits of a loss, the option of
 # linear_softmax_cross_entropy that does the same, and its value.
 OPTIONS = {
@@ -239,67 +202,6 @@ def test_options(loss, option, dtype):
     advice = check(before, after, NAME, dtype, dtype)
     written = {"temperature": "2 ", "bias": "the added vector", "softcap": "30"}
     assert f"{name}={written.get(option, '')}" in advice
-
-
-def test_a_temperature_that_is_trained():
-    """jaxnorm's losses have no gradient with respect to their scale; linear_loss has one."""
-    of_row = optax.softmax_cross_entropy_with_integer_labels
-
-    def before(x, weight, labels):
-        return of_optax(x @ weight * jnp.exp(weight[0, 0]), labels)
-
-    def after(x, weight, labels):
-        scale = jnp.exp(weight[0, 0])
-        return jaxnorm.linear_loss(lambda z, label: of_row(scale * z, label), x, weight, labels)
-
-    check(before, after, "linear_loss", "float32", "float32")
-
-
-def test_a_weight_that_is_cast():
-    """The advice names the dtype of the matmul if the weight is cast to fewer bits for it."""
-
-    def before(x, weight, labels):
-        return of_optax((x @ weight.astype(x.dtype)).astype(jnp.float32), labels)
-
-    def after(x, weight, labels):
-        return LINEAR(x, weight, labels, dtype=jnp.bfloat16)
-
-    assert "dtype=bfloat16" in check(before, after, NAME, "bfloat16", "float32")
-
-
-@pytest.mark.parametrize("is_capped", [True, False])
-def test_logits_without_the_last_position(is_capped):
-    """The last position may be sliced off the logits before the loss.
-
-    The advice then is to slice it off the linear layer's input instead.
-    """
-
-    def before(x, weight, labels):
-        logits = x @ weight
-        logits = capped(logits) if is_capped else logits
-        return of_optax(logits[:-1].astype(jnp.float32), labels[1:])
-
-    def after(x, weight, labels):
-        return LINEAR(x[:-1], weight, labels[1:], logit_softcap=30.0 if is_capped else None)
-
-    assert "slice the matmul's input" in check(before, after, NAME, "bfloat16", "bfloat16")
-
-
-@pytest.mark.parametrize("is_sliced", [True, False])
-def test_logits_that_are_reshaped(is_sliced):
-    """Logits of a batch of sequences are reshaped to rows before the loss, as in MaxText."""
-
-    def rows(a):
-        return a.reshape(8, 16, -1)[:, : -1 if is_sliced else None]
-
-    def before(x, weight, labels):
-        logits = rows(x.reshape(8, 16, WIDTH) @ weight)
-        return of_optax(logits.reshape(-1, CLASSES).astype(jnp.float32), rows(labels).ravel())
-
-    def after(x, weight, labels):
-        return LINEAR(rows(x), weight, rows(labels)[..., 0])
-
-    check(before, after, NAME, "bfloat16", "bfloat16")
 
 
 # ------------------------------------------------------------------------------ divergences
@@ -480,85 +382,152 @@ def test_functions_of_the_label_s_probability(name):
     check(before, after, LOG_PROB)
 
 
-def test_sums_over_classes_and_positions_together():
-    """Tunix's default loss multiplies one-hot labels by a mask, and sums over all axes at once."""
-
-    def of_row(z, label, mask):
-        one_hot = jax.nn.one_hot(label, CLASSES) * mask.astype(z.dtype)[..., None]
-        return -jax.nn.log_softmax(z) * one_hot
-
-    def before(x, weight, labels, mask):
-        logits = (x.reshape(8, 16, WIDTH) @ weight)[:, :-1]
-        labels, mask = (a.reshape(8, 16)[:, 1:] for a in (labels, mask))
-        return jnp.sum(of_row(logits, labels, mask)) / (jnp.sum(mask) + 1e-8)
-
-    def after(x, weight, labels, mask):
-        labels, mask = (a.reshape(8, 16)[:, 1:] for a in (labels, mask))
-        of_position = lambda *row: jnp.sum(of_row(*row))  # noqa: E731
-        return jaxnorm.linear_loss(
-            of_position, x.reshape(8, 16, WIDTH)[:, :-1], weight, labels, mask
-        )
-
-    rows = LABELS, jax.ShapeDtypeStruct((TOKENS,), "bool")
-    check(before, after, "linear_loss", rows=rows)
+# ----------------------------------------------------------------------- layouts and weights
 
 
-def test_a_loss_of_advantages():
-    """A clipped ratio of probabilities, as in PPO and GRPO, belongs to the function of a row."""
-
-    def of_row(z, label, old, advantage):
-        log_p = jax.nn.log_softmax(z)
-        ratio = jnp.exp(jnp.take_along_axis(log_p, label[..., None], -1)[..., 0] - old)
-        entropy = jnp.max(log_p, -1)
-        clipped = jnp.clip(ratio, 0.8, 1.2) * advantage
-        return -jnp.minimum(ratio * advantage, clipped) - 0.01 * entropy
-
-    def before(x, weight, *rows):
-        return of_row(x @ weight, *rows).mean()
-
-    def after(x, weight, *rows):
-        return jaxnorm.linear_loss(of_row, x, weight, *rows)
-
-    rows = [LABELS, *[jax.ShapeDtypeStruct((TOKENS,), "float32")] * 2]
-    check(before, after, "linear_loss", rows=rows)
+def hidden(x, embedding, labels):
+    return x + embedding.astype(jnp.bfloat16)[labels]
 
 
-@pytest.mark.parametrize("loss", [hard, ANY["smoothed labels"]])
-def test_metrics_beside_the_loss(loss):
-    """Metrics of the same logits under `stop_gradient` are further results of the function."""
-
-    def of_row(z, label):
-        return loss(z, label), jnp.argmax(z, -1) == label
-
-    def with_metrics(results):
-        losses, is_right = results
-        return losses.mean() * (1 + 0 * jax.lax.stop_gradient(is_right.mean()))
-
-    def before(x, weight, labels):
-        return with_metrics(of_row(x @ weight, labels))
-
-    def after(x, weight, labels):
-        return with_metrics(jaxnorm.linear_loss(of_row, x, weight, labels, reduction="none"))
-
-    assert 'reduction="none"' in check(before, after, "linear_loss", "float32", "float32")
+def batch(a, is_sliced=False):
+    return a.reshape(8, 16, *a.shape[1:])[:, : -1 if is_sliced else None]
 
 
-def test_a_loss_whose_weights_depend_on_all_rows():
-    """The function of a row also returns the numbers from which the weights are computed."""
+def reshaped(x, weight, labels, is_sliced=False):
+    """Reshape the logits of a batch of sequences to rows before the loss, as MaxText does."""
+    logits = (batch(x) @ weight)[:, : -1 if is_sliced else None]
+    logits = logits.reshape(-1, CLASSES).astype(jnp.float32)
+    return of_optax(logits, batch(labels, is_sliced).ravel())
 
-    def of_row(z):
-        return jax.nn.logsumexp(z, -1), jax.nn.log_softmax(z)[..., 0]
 
-    def weighted(results):
-        return jnp.sum(jnp.sin(jax.nn.softmax(results[0]) * results[1]))
+def of_tunix(z, label, mask):
+    """Multiply one-hot labels by a mask, as Tunix's default loss does."""
+    return -jnp.sum(jax.nn.log_softmax(z) * one_hot(label) * mask.astype(z.dtype)[..., None], -1)
 
-    def before(x, weight, labels):
-        return weighted(of_row(x @ weight))
 
-    def after(x, weight, labels):
-        return weighted(jaxnorm.linear_loss(of_row, x, weight, reduction="none"))
+def of_all_axes(x, weight, labels, mask):
+    """Sum over classes and positions at once, as Tunix does."""
+    logits, labels, mask = (batch(x) @ weight)[:, :-1], batch(labels)[:, 1:], batch(mask)[:, 1:]
+    products = jax.nn.log_softmax(logits) * one_hot(labels) * mask.astype(x.dtype)[..., None]
+    return -jnp.sum(products) / (jnp.sum(mask) + 1e-8)
 
-    assert 'reduction="none"' in check(before, after, "linear_loss", "float32", "float32")
+
+def of_advantages(z, label, old, advantage):
+    """Clip a ratio of probabilities, as PPO and GRPO do."""
+    ratio = jnp.exp(log_prob(z, label) - old)
+    clipped = jnp.clip(ratio, 0.8, 1.2) * advantage
+    return -jnp.minimum(ratio * advantage, clipped) - 0.01 * jnp.max(jax.nn.log_softmax(z), -1)
+
+
+def with_metrics(z, label):
+    return hard(z, label), jnp.argmax(z, -1) == label
+
+
+def of_metrics(results):
+    losses, is_right = results
+    return losses.mean() * (1 + 0 * jax.lax.stop_gradient(is_right.mean()))
+
+
+def two_results(z):
+    return jax.nn.logsumexp(z, -1), jax.nn.log_softmax(z)[..., 0]
+
+
+def of_all_rows(results):
+    """Compute weights that depend on all rows."""
+    return jnp.sum(jnp.sin(jax.nn.softmax(results[0]) * results[1]))
+
+
+ANY_LOSS = jaxnorm.linear_loss
+# Code before and after the advice is followed, its function, a part of its text, dtypes of x and of
+# the weight, and rows other than the labels.
+CHANGES = {
+    # jaxnorm's losses have no gradient with respect to their scale; linear_loss has one.
+    "trained temperature": (
+        lambda x, w, i: of_optax(x @ w * jnp.exp(w[0, 0]), i),
+        lambda x, w, i: ANY_LOSS(lambda z, i: hard(jnp.exp(w[0, 0]) * z, i), x, w, i),
+        "linear_loss", "fun, x, weight", "float32", "float32",
+    ),
+    "cast weight": (
+        lambda x, w, i: of_optax((x @ w.astype(x.dtype)).astype(jnp.float32), i),
+        lambda x, w, i: LINEAR(x, w, i, dtype=jnp.bfloat16),
+        NAME, "dtype=bfloat16", "bfloat16", "float32",
+    ),
+    # The table of a tied embedding is transposed and cast, and a bias is added.
+    "tied embedding": (
+        lambda x, w, i: of_optax(
+            (hidden(x, w.T, i) @ w.astype(x.dtype)).astype(jnp.float32) + jnp.arange(1.0 * CLASSES),
+            i,
+        ),
+        lambda x, w, i: LINEAR(
+            hidden(x, w.T, i), w.astype(x.dtype), i, bias=jnp.arange(1.0 * CLASSES)
+        ),
+        NAME, "bias=", "bfloat16", "float32",
+    ),
+    "last position": (
+        lambda x, w, i: of_optax((x @ w)[:-1].astype(jnp.float32), i[1:]),
+        lambda x, w, i: LINEAR(x[:-1], w, i[1:]),
+        NAME, "slice the matmul's input", "bfloat16", "bfloat16",
+    ),
+    "last position, capped": (
+        lambda x, w, i: of_optax(capped(x @ w)[:-1].astype(jnp.float32), i[1:]),
+        lambda x, w, i: LINEAR(x[:-1], w, i[1:], logit_softcap=30.0),
+        NAME, "slice the matmul's input", "bfloat16", "bfloat16",
+    ),
+    "reshaped": (
+        reshaped,
+        lambda x, w, i: LINEAR(batch(x), w, batch(i)),
+        NAME, "where=", "bfloat16", "bfloat16",
+    ),
+    "reshaped and sliced": (
+        lambda x, w, i: reshaped(x, w, i, is_sliced=True),
+        lambda x, w, i: LINEAR(batch(x)[:, :-1], w, batch(i)[:, :-1]),
+        NAME, "slice the matmul's input", "bfloat16", "bfloat16",
+    ),
+    # A constant is added to a cross-entropy, which is multiplied by weights.
+    "weights of rows": (
+        lambda x, w, i: jnp.sum(jnp.where(i > 0, hard(x @ w, i) + 0.5, 0)) / jnp.sum(i > 0),
+        lambda x, w, i: LINEAR(x, w, i, where=i > 0) + 0.5,
+        NAME, "it returns the mean: masks and weights go into where=", "float32", "float32",
+    ),
+    # A top-k teacher has several labels for each position.
+    "several labels": (
+        lambda x, w, _, i: jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(x @ w), i, -1) ** 2),
+        lambda x, w, _, i: jnp.sum(jaxnorm.linear_log_prob_and_entropy(x, w, i)[0] ** 2),
+        LOG_PROB, "its operands", "float32", "float32",
+        jax.ShapeDtypeStruct((TOKENS, 5), "int32"),
+    ),
+    "all axes": (
+        of_all_axes,
+        lambda x, w, i, mask: ANY_LOSS(
+            of_tunix, batch(x)[:, :-1], w, batch(i)[:, 1:], batch(mask)[:, 1:]
+        ),
+        "linear_loss", "where=", "float32", "float32",
+        jax.ShapeDtypeStruct((TOKENS,), "bool"),
+    ),
+    "advantages": (
+        lambda x, w, *rows: of_advantages(x @ w, *rows).mean(),
+        lambda x, w, *rows: ANY_LOSS(of_advantages, x, w, *rows),
+        "linear_loss", "where=", "float32", "float32",
+        *[jax.ShapeDtypeStruct((TOKENS,), "float32")] * 2,
+    ),
+    # Metrics under `stop_gradient` are further results of the function of a row.
+    "metrics": (
+        lambda x, w, i: of_metrics(with_metrics(x @ w, i)),
+        lambda x, w, i: of_metrics(ANY_LOSS(with_metrics, x, w, i, reduction="none")),
+        "linear_loss", 'reduction="none"', "float32", "float32",
+    ),
+    "weights of all rows": (
+        lambda x, w, i: of_all_rows(two_results(x @ w)),
+        lambda x, w, i: of_all_rows(ANY_LOSS(two_results, x, w, reduction="none")),
+        "linear_loss", 'reduction="none"', "float32", "float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CHANGES])
+def test_changes(name):
+    before, after, function, text, x, weight, *rows = CHANGES[name]
+    assert text in check(before, after, function, x, weight, rows=(LABELS, *rows))
 
 
 # -------------------------------------------------------------------------------- frozen operands
@@ -689,20 +658,6 @@ def test_a_small_vocabulary(shape):
     labels = jax.ShapeDtypeStruct((rows,), "int32")
     loss = lambda x, weight, labels: of_optax(x @ weight, labels)  # noqa: E731
     assert not told(memory_report(loss, x, weight, labels, argnums=(0, 1)))
-
-
-def test_a_constant_and_weights_of_rows():
-    """A cross-entropy may be multiplied by weights, and a constant may be added."""
-
-    def before(x, weight, labels):
-        losses = optax.softmax_cross_entropy_with_integer_labels(x @ weight, labels)
-        return jnp.sum(jnp.where(labels > 0, losses + 0.5, 0)) / jnp.sum(labels > 0)
-
-    def after(x, weight, labels):
-        return LINEAR(x, weight, labels, where=labels > 0) + 0.5
-
-    advice = check(before, after, NAME, "float32", "float32")
-    assert "it returns the mean: masks and weights go into where=" in advice
 
 
 @pytest.mark.parametrize("stack", ["scan", "checkpoint"])
