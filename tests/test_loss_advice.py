@@ -677,6 +677,13 @@ def test_chunks_of_rows(stack):
     assert all(row.layers == 2 for row in rows)
 
 
+def test_a_report_inside_a_traced_function():
+    reports = []
+    whole = lambda x, weight, labels: of_optax(x @ weight, labels)  # noqa: E731
+    jax.eval_shape(lambda: reports.append(report_of(whole, *operands("float32", "float32"))))
+    assert functions_of(reports[0]) == {NAME}
+
+
 def test_the_line_is_the_user_s():
     x, weight = operands("bfloat16", "bfloat16")
 

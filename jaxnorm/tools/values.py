@@ -267,7 +267,7 @@ def _result(value: Value, arrays: Sequence[Any], **changes: Any) -> np.ndarray:
     params = value.equation.params
     params = {n: _wide(p) if isinstance(p, np.dtype) else p for n, p in params.items()} | changes
     call = params.get("call")
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
         if isinstance(call, Call):
             spec = call.spec.replaced(x_dtype=np.dtype(float), y_dtype=np.dtype(float))
             results = Call.of(call.function, spec, call.view, None).xla(*arrays)
