@@ -19,6 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
+from jaxnorm.remat import costs
+from jaxnorm.remat.programs import scan_counts
+
 # Libraries that call the primitives of a model. Other packages may contain the model itself.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
@@ -75,7 +78,7 @@ class Value:
         self.shape: tuple[int, ...] = _shape(self)
         self.dtype: np.dtype = getattr(self.aval, "dtype", np.dtype(bool))
         self.size = math.prod(self.shape)
-        self.local = _local_shape(self.aval, self.shape)
+        self.local = costs.local_shape(self.aval)
         self.users: list[Value] = []
         passes_on = self.made_by != "stop_gradient" and any(v.is_active for v in self.operands)
         is_inexact = jnp.issubdtype(self.dtype, jnp.inexact)
@@ -90,14 +93,6 @@ class Value:
         If each iteration of a scan computes such an array, this is the size of only one of them.
         """
         return math.prod(self.local) * self.dtype.itemsize
-
-
-def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one device's shard if Explicit axes shard an array, else `shape`."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or all(axes is None for axes in getattr(sharding, "spec", ())):
-        return shape
-    return tuple(sharding.shard_shape(shape))
 
 
 class Program:
@@ -197,7 +192,7 @@ class Program:
     def _scan(
         self, equation: Any, body: Jaxpr, operands: Sequence[Value], layers: int, source: str
     ) -> list[Value]:
-        consts, carries = _counts(equation, body)
+        consts, carries = scan_counts(equation, body)
         layers *= equation.params["length"]
         line = source or _line(equation)
         given = [*operands[:consts]]
@@ -265,23 +260,8 @@ def reached(
     return seen
 
 
-def _counts(equation: Any, body: Jaxpr) -> tuple[int, int]:
-    """Return the number of a scan's constants, and the number of arrays in its carry.
-
-    They are found by the number of axes: constants and carries have as many axes outside the body
-    as inside, and a stacked array has one more outside. The equation has parameters with the two
-    numbers, but these parameters differ between versions of JAX.
-    """
-    carries = _unstacked(equation.outvars, body.outvars)
-    return _unstacked(equation.invars, body.invars) - carries, carries
-
-
 def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
-
-
-def _unstacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
 
 
 def _name(equation: Any) -> str:
