@@ -109,16 +109,6 @@ def _norms(dtype: str, rows: int, cols: int) -> Cases:
     }
 
 
-def _softmaxes(dtype: str, rows: int, cols: int, to: str = "") -> Cases:
-    softmax = functools.partial(jaxnorm.softmax, dtype=to or dtype)
-
-    def plain(x: Any) -> Any:
-        return jax.nn.softmax(x).astype(to or dtype)
-
-    name = f"softmax {dtype} {rows}x{cols}" + f" to {to}" * bool(to)
-    return {name: Case((((rows, cols), dtype),), _with(plain, softmax, "xla", "mosaic"))}
-
-
 def _attentions(batch: int, heads: int, length: int) -> Cases:
     """Attention of a vision transformer, whose number of keys is a square plus 1."""
 
@@ -194,10 +184,6 @@ def cases() -> Cases:
     for dtype in ("bfloat16", "float32"):
         for shape in ((65536, 197), (16384, 1025), (8192, 4097)):
             found |= _norms(dtype, *shape)
-        for shape in ((151296, 197), (110784, 577), (8192, 4097), (151296, 192), (110784, 576)):
-            found |= _softmaxes(dtype, *shape)
-    for cols in (192, 197, 577):
-        found |= _softmaxes("float32", 131072, cols, "bfloat16")
     found |= _linear_losses("float32", 4096, 1024, 32000) | _activations(8192, 8192, 2048)
     found |= _norm_linears(8192, 4096, 6144) | _activations(16384, 3072, 768)
     return found | _vmapped(8192, 4096, 8) | _scans(8192, 4096, 16)

@@ -396,12 +396,11 @@ def bert(
             "dropout": key,
         }
 
-    def loss(params: Any, batch: dict[str, Any]) -> Array:
-        logits: Any = module.apply({"params": params}, batch, rngs={"dropout": batch["dropout"]})
+    def loss(logits: Array, batch: dict[str, Any]) -> Array:
         return parts.cross_entropy(logits, batch["labels"])
 
-    init = parts.of_module(module, parts.next_token, batches).init
-    return Program(loss, init, batches, batch * seq * width, batch * heads * seq * seq, seq)
+    counts = {"activation": batch * seq * width, "matrix": batch * heads * seq * seq}
+    return parts.of_module(module, loss, batches, **counts, length=seq)
 
 
 # T5: an encoder and a decoder with relative position biases.
@@ -451,22 +450,22 @@ class _T5(nn.Module):
         attend = functools.partial(_T5Attention, self.heads, self.head, self.dtype)
         mlp = functools.partial(GatedMLP, self.hidden, self.dtype, nn.gelu)
         embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        x = embed(batch["inputs"])
-        bias = _relative_bias(self.heads, x.shape[1], False, self.dtype)
-        for _ in range(self.layers):
-            y = norm()(x)
-            x = x + attend()(y, y, bias)
-            x = x + mlp()(norm()(x))
-        encoded = norm()(x)
-        x = embed(batch["targets"])
-        bias = _relative_bias(self.heads, x.shape[1], True, self.dtype)
-        mask = jnp.tril(jnp.ones(x.shape[1:2] * 2, bool))
-        for _ in range(self.layers):
-            y = norm()(x)
-            x = x + attend()(y, y, bias, mask)
-            x = x + attend()(norm()(x), encoded, None)
-            x = x + mlp()(norm()(x))
-        return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(norm()(x))
+
+        def layers(x: Array, mask: Array | None, encoded: Array | None) -> Array:
+            bias = _relative_bias(self.heads, x.shape[1], mask is not None, self.dtype)
+            for _ in range(self.layers):
+                y = norm()(x)
+                x = x + attend()(y, y, bias, mask)
+                if encoded is not None:
+                    x = x + attend()(norm()(x), encoded, None)
+                x = x + mlp()(norm()(x))
+            return norm()(x)
+
+        encoded = layers(embed(batch["inputs"]), None, None)
+        targets = embed(batch["targets"])
+        mask = jnp.tril(jnp.ones(targets.shape[1:2] * 2, bool))
+        x = layers(targets, mask, encoded)
+        return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
 
 
 def t5(

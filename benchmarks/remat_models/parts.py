@@ -61,12 +61,12 @@ def of_module(
     def init(key: Array) -> Any:
         return module.init({"params": key, "dropout": key}, batch(key))["params"]
 
-    return Program(
-        lambda params, batch: loss(module.apply({"params": params}, batch), batch),
-        init,
-        batch,
-        **sizes,
-    )
+    def of_results(params: Any, batch: Any) -> Array:
+        has_key = isinstance(batch, dict) and "dropout" in batch
+        rngs = {"dropout": batch["dropout"]} if has_key else {}
+        return loss(module.apply({"params": params}, batch, rngs=rngs), batch)
+
+    return Program(of_results, init, batch, **sizes)
 
 
 def tokens(*shape: int, vocabulary: int) -> Callable[[Array], Array]:
