@@ -176,13 +176,25 @@ class Scale(nn.Module):
         return x * self.param("w", nn.initializers.ones, (x.shape[-1],))
 
 
-@pytest.mark.parametrize("has_closure", [True, False])
-def test_functions_of_calls_that_are_made_in_each_step(has_closure):
+def multiplied(norm, x, factor=2.0):
+    return factor * x
+
+
+class Multiplier:
+    def __call__(self, norm, x):
+        return 2.0 * x
+
+    def method(self, norm, x):
+        return 2.0 * x
+
+
+@pytest.mark.parametrize("kind", ["closure", "lambda", "partial", "method", "object"])
+def test_functions_of_calls_that_are_made_in_each_step(kind):
     """Functions with the same code and data are one function: `jax.jit` traces only once.
 
     The functions are not kept in memory either.
     """
-    x, traced, factor = normal((6, 16)), [], 2.0
+    x, traced, made, multiplier = normal((6, 16)), [], [], Multiplier()
     variables = Scale().init(jax.random.key(0), x)
 
     @jax.jit
@@ -190,19 +202,22 @@ def test_functions_of_calls_that_are_made_in_each_step(has_closure):
         traced.append(1)
         return Scale().apply(variables, x)
 
-    made = []
-
     def step(factor):
-        of_closure, alone = (lambda norm, x: factor * x), (lambda norm, x: 2.0 * x)
-        function = of_closure if has_closure else alone
+        function = {
+            "closure": lambda norm, x: factor * x,
+            "lambda": lambda norm, x: 2.0 * x,
+            "partial": functools.partial(multiplied, factor=factor),
+            "method": multiplier.method,
+            "object": multiplier,
+        }[kind]
         made.append(weakref.ref(function))
         with jaxnorm.linen.converted(calls={Scale: function}):
             return apply(variables, x)
 
     for _ in range(4):
-        np.testing.assert_array_equal(step(factor), 2 * x)
+        np.testing.assert_array_equal(step(2.0), 2 * x)
     gc.collect()
     assert len(traced) == 1
-    assert sum(one() is not None for one in made) <= 1
-    if has_closure:
+    assert len({id(one()) for one in made} - {id(None)}) <= 1
+    if kind in ("closure", "partial"):
         np.testing.assert_array_equal(step(3.0), 3 * x)
