@@ -346,16 +346,25 @@ def test_any_loss_that_is_summed(name):
 SOFT = np.sin(np.arange(TOKENS)[:, None] * np.arange(CLASSES, dtype="float32"))
 
 
+@jax.custom_vjp
+def damped(z):
+    return z
+
+
+damped.defvjp(lambda z: (z, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         lambda z, i: 0.7 * hard(z, i) + 0.3 * hard(z, i[::-1]),
         lambda z, i: hard(z + jnp.sin(1.0 * i[:, None] * jnp.arange(CLASSES)), i),
         lambda z, i: hard(z + SOFT, i),
+        lambda z, i: hard(damped(z), i),
     ],
-    ids=["labels of other positions", "biases of positions", "array of biases"],
+    ids=["labels of other positions", "biases of positions", "array of biases", "custom gradient"],
 )
-def test_inputs_that_linear_losses_with_a_name_do_not_have(loss):
+def test_inputs_and_gradients_that_losses_with_a_name_do_not_have(loss):
     assert names_of(lambda *given: loss(*given).mean()) == {"linear_loss"}
 
 
