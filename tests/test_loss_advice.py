@@ -273,6 +273,10 @@ def soft_and_hard(z, label):
     return hard(z, label) + optax.kl_divergence(jax.nn.log_softmax(z / 2), soft(label))
 
 
+def largest(z):
+    return jnp.max(jnp.abs(z), -1, keepdims=True)
+
+
 def jensen_shannon(z, label):
     p, q = jax.nn.softmax(z), soft(label)
     mean = 0.5 * (p + q)
@@ -280,8 +284,7 @@ def jensen_shannon(z, label):
 
 
 def nucleus(z, label):
-    largest = jnp.sort(z, -1)[..., ::-1][..., :40]
-    return jax.nn.logsumexp(largest, -1) - picked(z, label)
+    return jax.nn.logsumexp(jnp.sort(z, -1)[..., ::-1][..., :40], -1) - picked(z, label)
 
 
 def without_the_gradient_of_log_p(z, label):
@@ -312,6 +315,10 @@ ANY = {
     "several scales": lambda z, i: hard(SCALES * z, i),
     "label without gradient": lambda z, i: hard(z, i) + picked(z - jax.lax.stop_gradient(z), i),
     "no gradient": without_the_gradient_of_log_p,
+    "doubled gradient": lambda z, i: hard(2 * z - jax.lax.stop_gradient(z), i),
+    "scale of logits": lambda z, i: hard(z * jax.lax.stop_gradient(largest(z)), i),
+    "cap of label": lambda z, i: hard((5.0 + i[..., None]) * jnp.tanh(z / (5.0 + i[..., None])), i),
+    "clipped": lambda z, i: hard(jnp.clip(z, -100, 100), i),
     "two labels": lambda z, i: 0.7 * hard(z, i) + 0.3 * hard(z, (i + 1) % CLASSES),
     "standardised": lambda z, i: hard(jax.nn.standardize(z), i),
     "masked others": lambda z, i: hard(jnp.where(one_hot(i) > 0, z, z - 1), i),
