@@ -244,6 +244,18 @@ def test_a_teacher_with_a_linear_layer(loss, is_capped):
     assert all((name in advice) == is_capped for name in names)
 
 
+def test_a_teacher_with_another_temperature():
+    """linear_kl_divergence scales the logits of both by the same number."""
+
+    def before(x, weight, teacher_x, teacher_weight):
+        temperatures = jnp.exp(teacher_x[0, :2])
+        teacher = teacher_x @ teacher_weight / temperatures[1]
+        return of_optax_s_divergence(x @ weight / temperatures[0], teacher)
+
+    both = operands("float32", "float32")
+    assert functions_of(report_of(before, *both, *both)) == {"linear_loss"}
+
+
 # ------------------------------------------------------------------------------- any loss
 
 

@@ -58,9 +58,9 @@ class Loss:
             entropies = self._equal(np.sum(np.exp(log_p) * log_p, -1))
             for label in self._labels():
                 picked = self._equal(log_p[np.arange(len(log_p)), label])
-                options = self._options(z, self.heads[0]) if picked else None
-                if options is not None:
-                    yield "linear_log_prob_and_entropy", picked, entropies, options
+                known = self._options(z, self.heads[0]) if picked else None
+                if known is not None:
+                    yield "linear_log_prob_and_entropy", picked, entropies, known[0]
             for teacher, others in self.logits.items() if len(self.heads) == 2 else ():
                 of_teacher = special.log_softmax(others, -1)
                 pairs = (of_teacher, log_p), (log_p, of_teacher)
@@ -85,18 +85,19 @@ class Loss:
         return {tuple(a[:, 0] % self.heads[0].classes) for a in found if a.shape[1] == 1}
 
     def _options_of_both(self, student: Value, teacher: Value) -> dict[str, str] | None:
-        options, others = map(self._options, (student, teacher), self.heads)
-        if options is None or others is None:
+        of_student, of_teacher = map(self._options, (student, teacher), self.heads)
+        if of_student is None or of_teacher is None:
             return None
-        is_same = options.get("logits_scale") == others.pop("logits_scale", None)
+        (options, scales), (others, other_scales) = of_student, of_teacher
+        others.pop("logits_scale", None)
         named = {f"teacher_{name}": text for name, text in others.items()}
-        return options | named if is_same else None
+        return options | named if agree(scales, other_scales) else None
 
-    def _options(self, value: Value, head: Head) -> dict[str, str] | None:
+    def _options(self, value: Value, head: Head) -> tuple[dict[str, str], np.ndarray] | None:
         """Return the options with which a loss computes `value` from the logits of a head.
 
-        It computes ``cap * tanh(scale * (logits + bias) / cap)``, or the same without a cap. Return
-        None if `value` is computed in another way.
+        It computes ``cap * tanh(scale * (logits + bias) / cap)``, or the same without a cap. Also
+        return the scale in each draw. Return None if `value` is computed in another way.
         """
         scales, caps, options = [], [], dict[str, str]()
         for draw in self.draws:
@@ -130,4 +131,4 @@ class Loss:
             options["logits_scale"] = "the scale"
         elif abs(scales[0] - 1) > _ROUNDING:
             options["logits_scale"] = f"{scales[0]:.7g}"
-        return options
+        return options, np.array(scales)
