@@ -244,6 +244,18 @@ def test_a_teacher_with_a_linear_layer(loss, is_capped):
     assert all((name in advice) == is_capped for name in names)
 
 
+def test_a_teacher_with_another_temperature():
+    """linear_kl_divergence scales the logits of both by the same number."""
+
+    def before(x, weight, teacher_x, teacher_weight):
+        temperatures = jnp.exp(teacher_x[0, :2])
+        teacher = teacher_x @ teacher_weight / temperatures[1]
+        return of_optax_s_divergence(x @ weight / temperatures[0], teacher)
+
+    both = operands("float32", "float32")
+    assert functions_of(report_of(before, *both, *both)) == {"linear_loss"}
+
+
 # ------------------------------------------------------------------------------- any loss
 
 
@@ -273,6 +285,10 @@ def soft_and_hard(z, label):
     return hard(z, label) + optax.kl_divergence(jax.nn.log_softmax(z / 2), soft(label))
 
 
+def largest(z):
+    return jnp.max(jnp.abs(z), -1, keepdims=True)
+
+
 def jensen_shannon(z, label):
     p, q = jax.nn.softmax(z), soft(label)
     mean = 0.5 * (p + q)
@@ -280,8 +296,7 @@ def jensen_shannon(z, label):
 
 
 def nucleus(z, label):
-    largest = jnp.sort(z, -1)[..., ::-1][..., :40]
-    return jax.nn.logsumexp(largest, -1) - picked(z, label)
+    return jax.nn.logsumexp(jnp.sort(z, -1)[..., ::-1][..., :40], -1) - picked(z, label)
 
 
 def without_the_gradient_of_log_p(z, label):
@@ -312,6 +327,10 @@ ANY = {
     "several scales": lambda z, i: hard(SCALES * z, i),
     "label without gradient": lambda z, i: hard(z, i) + picked(z - jax.lax.stop_gradient(z), i),
     "no gradient": without_the_gradient_of_log_p,
+    "doubled gradient": lambda z, i: hard(2 * z - jax.lax.stop_gradient(z), i),
+    "scale of logits": lambda z, i: hard(z * jax.lax.stop_gradient(largest(z)), i),
+    "cap of label": lambda z, i: hard((5.0 + i[..., None]) * jnp.tanh(z / (5.0 + i[..., None])), i),
+    "clipped": lambda z, i: hard(jnp.clip(z, -100, 100), i),
     "two labels": lambda z, i: 0.7 * hard(z, i) + 0.3 * hard(z, (i + 1) % CLASSES),
     "standardised": lambda z, i: hard(jax.nn.standardize(z), i),
     "masked others": lambda z, i: hard(jnp.where(one_hot(i) > 0, z, z - 1), i),
@@ -346,16 +365,25 @@ def test_any_loss_that_is_summed(name):
 SOFT = np.sin(np.arange(TOKENS)[:, None] * np.arange(CLASSES, dtype="float32"))
 
 
+@jax.custom_vjp
+def damped(z):
+    return z
+
+
+damped.defvjp(lambda z: (z, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         lambda z, i: 0.7 * hard(z, i) + 0.3 * hard(z, i[::-1]),
         lambda z, i: hard(z + jnp.sin(1.0 * i[:, None] * jnp.arange(CLASSES)), i),
         lambda z, i: hard(z + SOFT, i),
+        lambda z, i: hard(damped(z), i),
     ],
-    ids=["labels of other positions", "biases of positions", "array of biases"],
+    ids=["labels of other positions", "biases of positions", "array of biases", "custom gradient"],
 )
-def test_inputs_that_linear_losses_with_a_name_do_not_have(loss):
+def test_inputs_and_gradients_that_losses_with_a_name_do_not_have(loss):
     assert names_of(lambda *given: loss(*given).mean()) == {"linear_loss"}
 
 

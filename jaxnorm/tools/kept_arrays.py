@@ -25,8 +25,11 @@ from jaxnorm.remat.programs import scan_counts
 # Libraries that call the primitives of a model. Other packages may contain the model itself.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
+#: Primitives of functions with custom derivatives.
+CUSTOM = {"custom_jvp_call", "custom_vjp_call"}
+
 # Primitives that run an inner program once. Their operands are the inner program's arguments.
-_CALLS = {"jit", "custom_jvp_call", "custom_vjp_call", "remat2", "shard_map"}
+_CALLS = {"jit", "remat2", "shard_map", *CUSTOM}
 
 # JAX's new rematerialisation (``jax_remat3``) has its own primitives. Each of them is treated like
 # a primitive of the default rematerialisation. The dict maps the name of the new primitive's class
@@ -107,14 +110,18 @@ class Program:
         array. Otherwise, it is ``v``.
     """
 
-    def __init__(self, traced: Any, count: int, is_active: Sequence[bool]) -> None:
+    def __init__(
+        self, traced: Any, count: int, is_active: Sequence[bool], inlines_rules: bool = True
+    ) -> None:
         """Build the graph of a closed jaxpr whose first `count` results are the saved arrays.
 
         Each result after the first `count` gets a node of its own, which uses the result. The
         `made_by` of this node is ``"result"``. `is_active` has a bool for each argument: True if it
-        is differentiated.
+        is differentiated. If `inlines_rules` is False, calls of the user's functions with custom
+        derivatives stay single equations.
         """
         jaxpr: Jaxpr = traced.jaxpr
+        self._inlines_rules = inlines_rules
         self.values: list[Value] = []
         self._results_of_scans: list[Value] = []
         given = [
@@ -168,9 +175,10 @@ class Program:
             # In derivatives, some equations have no source line. They get that of an operand.
             lines = (source, _line(equation), *(v.source for v in operands), around)
             line = next(filter(None, lines), "")
+            is_rule = name in CUSTOM and not self._inlines_rules and not _is_library_s(body)
             if name == "scan" and body is not None:
                 results = self._scan(equation, body, operands, layers, source)
-            elif name in _CALLS and body is not None and len(body.invars) == len(operands):
+            elif name in _CALLS and not is_rule and body and len(body.invars) == len(operands):
                 is_library_s = name == "jit" and _is_library_s(body)
                 inside = self._results(body, operands, layers, source or line * is_library_s, line)
                 results = [
@@ -324,7 +332,7 @@ def _line(equation: Any) -> str:
     return package
 
 
-def _is_library_s(body: Jaxpr) -> bool:
+def _is_library_s(body: Any) -> bool:
     """Return True if a jaxpr is the trace of a library's jitted function.
 
     All calls of such a function share one trace. The source lines recorded in the trace may

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.tools import values
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Program, Value, reached
+from jaxnorm.tools.kept_arrays import CUSTOM, NAMING, STACKED, Program, Value, reached
 from jaxnorm.tools.loss_values import Loss
 from jaxnorm.tools.values import Head, Rows, stored
 
@@ -53,15 +53,17 @@ class Advice(NamedTuple):
 
 
 @np.errstate(all="ignore")
-def advice(program: Program) -> dict[Value, tuple[Advice, int]]:
+def advice(program: Program, forward: Callable[[], Program]) -> dict[Value, tuple[Advice, int]]:
     """Return a dict: for each saved array, the advice that frees it and the number of freed bytes.
+
+    `forward` returns the program that is differentiated, in which custom derivatives are visible.
 
     Arrays that no advice frees are not in the dict. If the program then saves other arrays instead,
     their bytes are deducted from the largest freed array. If they are more than the size of that
     array, the rest is deducted from the next largest one, and so on.
     """
     found: dict[Value, tuple[Advice, int]] = {}
-    for one in _losses(program):
+    for one in _losses(program, forward):
         instead = one.instead
         for value in sorted(one.members, key=lambda v: -v.bytes):
             in_its_place = min(instead, value.bytes)
@@ -96,12 +98,12 @@ class _Replaced(NamedTuple):
         return bool(numbers) and all(np.all(np.diff(n) >= 0) for n in numbers)
 
 
-def _losses(program: Program) -> Iterator[Advice]:
+def _losses(program: Program, forward: Callable[[], Program]) -> Iterator[Advice]:
     """Yield advice on each matmul whose result a linear loss need not save."""
     heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
     for head in heads:
         if head.logits.is_active and head.classes**2 > 2 * head.weight.size:
-            parts = filter(_Replaced.is_in_order, _replaced(head, heads, program))
+            parts = filter(_Replaced.is_in_order, _replaced(head, heads, program, forward))
             found = [_advice(part, program) for part in itertools.islice(parts, 1)]
             yield from (one for one in found if one.saves > 0)
 
@@ -139,7 +141,9 @@ def _copies(value: Value) -> list[Value]:
 # ----------------------------------------------------------------------- the loss of the logits
 
 
-def _replaced(head: Head, heads: Sequence[Head], program: Program) -> Iterator[_Replaced]:
+def _replaced(
+    head: Head, heads: Sequence[Head], program: Program, forward: Callable[[], Program]
+) -> Iterator[_Replaced]:
     """Yield parts of the program that a linear loss can compute from a head's logits."""
     teachers = [h for h in heads if h.logits.shape == head.logits.shape and not h.logits.is_active]
     for pair in ([head], *([head, teacher] for teacher in teachers)):
@@ -147,7 +151,8 @@ def _replaced(head: Head, heads: Sequence[Head], program: Program) -> Iterator[_
         for function, found, entropies, options in loss.found():
             inside = _inside(head, found | entropies, lambda v: _live(v, program))
             cuts = [v for v in inside if v in found or v in entropies]
-            if not found.isdisjoint(cuts) and inside.keys() <= loss.rows.keys():
+            is_whole = not found.isdisjoint(cuts) and inside.keys() <= loss.rows.keys()
+            if is_whole and not _has_custom_derivative(head.logits, forward()):
                 is_summed = entropies.isdisjoint(cuts) and _are_summed(cuts, loss.rows, program)
                 if is_summed and "log_prob" in function:
                     function = "linear_softmax_cross_entropy"
@@ -159,6 +164,16 @@ def _replaced(head: Head, heads: Sequence[Head], program: Program) -> Iterator[_
     wide = [v for v in cuts if 4 * v.size > head.logits.size]
     if all(values.sums_classes(u, rows[v]) for v in wide for u in after[v]):
         yield _Replaced("linear_loss", head, cuts, rows, {}, _are_summed(cuts, rows, program))
+
+
+def _has_custom_derivative(logits: Value, forward: Program) -> bool:
+    """Return True if a function with a custom derivative is applied to what the logits compute.
+
+    A loss with a name returns the same numbers, but it may have other gradients.
+    """
+    before = reached([v for v in forward.values if v.made_by in CUSTOM], lambda v: v.operands)
+    key = logits.source, logits.shape
+    return any((v.source, v.shape) == key for v in before if v.made_by == logits.made_by)
 
 
 def _inside(

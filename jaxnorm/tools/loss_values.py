@@ -9,8 +9,11 @@ from scipy import special
 from jaxnorm.tools.kept_arrays import Value
 from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree, stored, sums_classes
 
-# Scales that differ less from 1 differ because numbers in the program are rounded to float32.
+# Numbers that differ less differ because numbers in the program are rounded to float32.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
+
+# Standard deviations of the logits of the draws. Large logits show where a loss clips them.
+_DEVIATIONS = np.array([3.0, 60.0, 3.0, 3.0])
 
 
 class Loss:
@@ -28,8 +31,8 @@ class Loss:
     def __init__(self, heads: Sequence[Head], rows: Rows) -> None:
         self.heads, self.rows = heads, rows
         self.logits, self.results = dict[Value, np.ndarray](), dict[Value, np.ndarray]()
-        randoms = map(np.random.default_rng, range(4))
-        given = [{h.logits: 3 * r.normal(size=h.row()) for h in heads} for r in randoms]
+        randoms = [(d, np.random.default_rng(seed)) for seed, d in enumerate(_DEVIATIONS)]
+        given = [{h.logits: d * r.normal(size=h.row()) for h in heads} for d, r in randoms]
         self.draws = [Draw(rows, each, {}, seed) for seed, each in enumerate(given[:3])]
         first, (student, *teacher) = self.draws[0], (h.logits for h in heads)
         with contextlib.suppress(UnknownError):
@@ -55,9 +58,9 @@ class Loss:
             entropies = self._equal(np.sum(np.exp(log_p) * log_p, -1))
             for label in self._labels():
                 picked = self._equal(log_p[np.arange(len(log_p)), label])
-                options = self._options(z, self.heads[0]) if picked else None
-                if options is not None:
-                    yield "linear_log_prob_and_entropy", picked, entropies, options
+                known = self._options(z, self.heads[0]) if picked else None
+                if known is not None:
+                    yield "linear_log_prob_and_entropy", picked, entropies, known[0]
             for teacher, others in self.logits.items() if len(self.heads) == 2 else ():
                 of_teacher = special.log_softmax(others, -1)
                 pairs = (of_teacher, log_p), (log_p, of_teacher)
@@ -69,8 +72,9 @@ class Loss:
 
     def _equal(self, numbers: np.ndarray) -> set[Value]:
         """Return the arrays that have these numbers, or the numbers with the other sign."""
-        found = self.results.items()
-        return {v for v, r in found if agree(r, numbers) or agree(r, -numbers)}
+        units = _DEVIATIONS[: len(self.draws)]
+        found = [(v, r / units) for v, r in self.results.items()]
+        return {v for v, r in found if agree(r, numbers / units) or agree(r, -numbers / units)}
 
     def _labels(self) -> set[tuple[int, ...]]:
         """Return the values of the integers that may be labels: an index for each draw."""
@@ -81,38 +85,45 @@ class Loss:
         return {tuple(a[:, 0] % self.heads[0].classes) for a in found if a.shape[1] == 1}
 
     def _options_of_both(self, student: Value, teacher: Value) -> dict[str, str] | None:
-        options, others = map(self._options, (student, teacher), self.heads)
-        if options is None or others is None:
+        of_student, of_teacher = map(self._options, (student, teacher), self.heads)
+        if of_student is None or of_teacher is None:
             return None
-        is_same = options.get("logits_scale") == others.pop("logits_scale", None)
+        (options, scales), (others, other_scales) = of_student, of_teacher
+        others.pop("logits_scale", None)
         named = {f"teacher_{name}": text for name, text in others.items()}
-        return options | named if is_same else None
+        return options | named if agree(scales, other_scales) else None
 
-    def _options(self, value: Value, head: Head) -> dict[str, str] | None:
+    def _options(self, value: Value, head: Head) -> tuple[dict[str, str], np.ndarray] | None:
         """Return the options with which a loss computes `value` from the logits of a head.
 
-        It computes ``cap * tanh(scale * (logits + bias) / cap)``, or the same without a cap. Return
-        None if `value` is computed in another way.
+        It computes ``cap * tanh(scale * (logits + bias) / cap)``, or the same without a cap. Also
+        return the scale in each draw. Return None if `value` is computed in another way.
         """
-        scales, options = [], dict[str, str]()
+        scales, caps, options = [], [], dict[str, str]()
         for draw in self.draws:
-            given = {h.logits: stored(draw(h.logits)) for h in self.heads}
-            multiples = (given | {head.logits: n * given[head.logits]} for n in (0.0, 1.0, 1e30))
-            zero, y, end = (Draw(self.rows, m, draw.drawn).row(value) for m in multiples)
-            z = draw.row(head.logits)
-            cap = float(np.max(np.abs(end)))
-            if cap < 1e20 * np.max(np.abs(y)):
-                options["logit_softcap"] = f"{cap:.7g}"
-                zero, y = (cap * np.arctanh(a / cap) for a in (zero, y))
-            scales.append(np.dot(z, y - zero) / np.dot(z, z))
-            bias = zero / (scales[-1] or 1.0)
-            if np.any(bias):
-                options["bias"] = "the added vector"
+            z, logits, small = draw.row(head.logits), stored(draw(head.logits)), 1e-3
+            multiples = (draw.given | {head.logits: n * logits} for n in (0.0, small, 1.0, 1e30))
+            zero, near, y, far = (Draw(self.rows, m, draw.drawn).row(value) for m in multiples)
+            cap = np.max(np.abs(far))
+            is_capped = cap < 1e20 * np.max(np.abs(y))
+            if is_capped:
+                zero, near = (cap * np.arctanh(a / cap) for a in (zero, near))
+            scale = np.dot(z, near - zero) / (small * np.dot(z, z))
+            bias = zero / (scale or 1.0)
+            expected = scale * (z + bias)
+            expected = cap * np.tanh(expected / cap) if is_capped else expected
             inputs = [v for v in draw.arrays if v not in self.rows and v.size == z.size]
             vectors = [0 * z, *(draw.row(v) for v in inputs)]
-            is_linear = scales[-1] and agree(scales[-1] * z, y - zero)
-            if not (is_linear and any(agree(bias, each) for each in vectors)):
+            if not (agree(expected, y) and any(agree(bias, each) for each in vectors)):
                 return None
+            if np.any(bias):
+                options["bias"] = "the added vector"
+            scales.append(scale)
+            caps.append(cap if is_capped else 0.0)
+        if np.ptp(caps) > _ROUNDING * caps[0] or 0.0 in scales:
+            return None
+        if any(caps):
+            options["logit_softcap"] = f"{caps[0]:.7g}"
         if np.ptp(scales) > _ROUNDING * abs(scales[0]):
             drawn = self.draws[0].drawn.items()
             if any(v.is_active and a.size == 1 for v, a in drawn):  # a scale has no gradient
@@ -120,4 +131,4 @@ class Loss:
             options["logits_scale"] = "the scale"
         elif abs(scales[0] - 1) > _ROUNDING:
             options["logits_scale"] = f"{scales[0]:.7g}"
-        return options
+        return options, np.array(scales)

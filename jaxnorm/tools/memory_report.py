@@ -322,9 +322,15 @@ def report_of(
         traced, (saved, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
         return Program(traced, len(saved), [i in moving for i in arrays])
 
+    @functools.cache
+    def forward() -> Program:
+        """Return the program of f."""
+        traced = jax.make_jaxpr(lambda a: [*filter(_is_array, jax.tree.leaves(run({}, a)))])(arrays)
+        return Program(traced, 0, [False] * len(arrays), inlines_rules=False)
+
     program = program_of(residuals)
     parts = _parts(residuals, arrays, program)
-    pieces = logits_advice.advice(program) if has_advice else {}
+    pieces = logits_advice.advice(program, forward) if has_advice else {}
     told: dict[str, Advice] = {}
     groups: dict[_Key, list[int]] = {}  # Values: [bytes, `KeptArray.saves`, count].
     for value in program.saved:
@@ -347,7 +353,7 @@ def report_of(
     default, least = (sum(v.bytes for v in p.saved) for p in (program, with_remat))
     if default - least < _WORTHWHILE * default:
         return report
-    also = sum(saves for _, saves in logits_advice.advice(with_remat).values())
+    also = sum(saves for _, saves in logits_advice.advice(with_remat, forward).values())
     call = Call(run, [{i: arrays[i] for i in moving}, arrays], {}, ())
     mask = tuple(owner == 0 for owner in call.owners)
     tangents = [a for a, is_moving in zip(call.arrays, mask) if is_moving]

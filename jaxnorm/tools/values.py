@@ -150,6 +150,7 @@ class Draw:
 
     Attributes:
       rows: the result of `positions`.
+      given: the logits, and other values that are given.
       arrays: the values that are known so far.
       drawn: the inputs that got random values, and these values. Several draws may share them.
     """
@@ -161,7 +162,7 @@ class Draw:
         drawn: dict[Value, np.ndarray],
         seed: int = 0,
     ) -> None:
-        self.rows, self.drawn = rows, drawn
+        self.rows, self.given, self.drawn = rows, given, drawn
         self.arrays = {v: np.broadcast_to(a, v.shape) for v, a in given.items()}
         self._sizes = {n for a in given.values() for n in stored(a).shape if n > 1}
         self._random = np.random.default_rng([seed, len(drawn)])
