@@ -31,7 +31,7 @@ from jaxnorm.operations import linear_loss_call, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
-from jaxnorm.primitives.recomputation import linear
+from jaxnorm.primitives.recomputation import linear_map
 from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 
 _GRADIENT = "jaxnorm_linear_gradient"
@@ -124,10 +124,10 @@ class LossRules(Rules[LinearLossCall]):
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        # With `linear`, JAX saves the gradient in the gradient's own dtype. If `inner_product` were
-        # called directly, JAX would instead save the result of the cast in `inner_product`: a copy
-        # of the gradient in the dtype of the total (usually float32).
-        terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
+        # With `linear_map`, JAX saves the gradient in the gradient's own dtype. If `inner_product`
+        # were called directly, JAX would instead save the result of the cast in `inner_product`: a
+        # copy of the gradient in the dtype of the total (usually float32).
+        terms = [linear_map(inner_product, [of[name]], t) for name, t in tangents.items()]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
