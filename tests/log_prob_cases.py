@@ -9,7 +9,7 @@ import numpy as np
 from loss_cases import CrossEntropy
 from reference import SAFETY, arithmetic, exact
 
-from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
+from jaxnorm import log_prob_and_entropy
 
 
 class LogProbs(CrossEntropy):
@@ -115,7 +115,3 @@ def mixed(log_prob, entropy):
 
 def mixture(*operands, **options):
     return mixed(*log_prob_and_entropy(*operands, **options))
-
-
-def linear_mixture(*operands, **options):
-    return mixed(*linear_log_prob_and_entropy(*operands, **options))

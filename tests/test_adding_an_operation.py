@@ -18,6 +18,7 @@ import numpy as np
 import parts
 import pytest
 import test_batches
+import test_eager
 import test_every_derivative
 import test_every_function
 import test_meshes
@@ -90,7 +91,7 @@ SUITES = {
     "export": lambda: test_programs.test_export_round_trip(NAME, ("cpu", "cuda", "tpu")),
     "symbolic rows": lambda: test_programs.test_export_with_symbolic_rows(NAME, "bfloat16"),
     "lowering": lambda: test_programs.test_lowering_for_a_gpu_from_any_host(NAME),
-    "NaNs": lambda: test_programs.test_debug_nans_is_silent_on_ordinary_data(NAME),
+    "NaNs": lambda: test_eager.test_no_false_alarms_outside_of_jit(NAME),
     "vmap": lambda: [
         test_batches.test_a_batch_is_a_loop(NAME, dims, compiled=True)
         for dims in ((0, None), (None, 1), (1, 0))

@@ -5,7 +5,6 @@ entries in the table of functions.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -36,30 +35,51 @@ def operands(dtype="float32", classes=CLASSES):
     return *floats, labels, normal(5, *ROWS) > 0
 
 
-def loss_of_one(temperature):
-    """Return a function of one position: a cross-entropy with a penalty for a teacher's classes."""
-
-    def fun(logits, label, teacher):
-        z = logits / temperature
-        return jax.nn.logsumexp(z) - z[label] + jnp.sum(jax.nn.softmax(teacher) * z)
-
-    return fun
+def in_plain_jax(logits, label, teacher, temperature):
+    """A cross-entropy with a penalty for a teacher's classes."""
+    z = logits / temperature
+    return jax.nn.logsumexp(z) - z[label] + jnp.sum(jax.nn.softmax(teacher) * z)
 
 
-def ours(x, weight, bias, teacher, temperature, labels, where, chunk=5, **options):
+def bounded(cross_entropy, logits, label, teacher, temperature):
+    """A function of a cross-entropy, of which it computes the label and the mask."""
+    loss = cross_entropy(logits, jnp.maximum(label - 2, 0), label >= 2)
+    return teacher[0] * jnp.tanh(temperature * loss / 2)
+
+
+def of_jaxnorm(logits, label, where):
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(logits, label, where=where)
+
+
+def of_jax(logits, label, where):
+    return jnp.where(where, jax.nn.logsumexp(logits) - logits[label], 0)
+
+
+# Maps the kind of a loss to the loss of one position, and to the same loss in plain JAX.
+LOSSES = {
+    "plain JAX": (in_plain_jax, in_plain_jax),
+    "a loss of jaxnorm": (
+        functools.partial(bounded, of_jaxnorm),
+        functools.partial(bounded, of_jax),
+    ),
+}
+each_loss = pytest.mark.parametrize("loss", LOSSES)
+
+
+def ours(x, weight, bias, teacher, temperature, labels, where, loss="plain JAX", **options):
+    """Return linear_loss of a function that closes over the temperature."""
     return linear_loss(
-        *(loss_of_one(temperature), x, weight, labels, teacher),
-        bias=bias,
-        where=where,
-        chunk=chunk,
-        **options,
+        *(lambda *of_row: LOSSES[loss][0](*of_row, temperature), x, weight, labels, teacher),
+        **{"bias": bias, "where": where, "chunk": 5} | options,
     )
 
 
-def plain(x, weight, bias, teacher, temperature, labels, where, reduction="mean"):
+def plain(x, weight, bias, teacher, temperature, labels, where, loss="plain JAX", reduction="mean"):
+    def of_row(*of_row):
+        return LOSSES[loss][1](*of_row, temperature)
+
     logits = jnp.matmul(x, weight, preferred_element_type=jnp.float32) + bias
-    losses = jax.vmap(jax.vmap(loss_of_one(temperature)))(logits, labels, teacher)
-    losses = jnp.where(where, losses, 0)
+    losses = jnp.where(where, jax.vmap(jax.vmap(of_row))(logits, labels, teacher), 0)
     if reduction == "none":
         return losses
     return losses.sum() / (where.sum() if reduction == "mean" else 1)
@@ -76,23 +96,25 @@ each_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 
 
 @each_reduction
-@pytest.mark.parametrize("chunk", [5, 7, 8, None])
-def test_values_and_gradients(reduction, chunk):
-    """Also the teacher's logits and the temperature, over which `fun` closes, have gradients."""
-    arrays, theirs = operands(), gradients(plain, reduction=reduction)
-    program = gradients(ours, reduction=reduction, chunk=chunk)
+@each_loss
+@pytest.mark.parametrize(("chunk", "classes"), [(5, CLASSES), (7, 21), (8, 21), (None, CLASSES)])
+def test_values_and_gradients(loss, reduction, chunk, classes):
+    """The teacher's logits, and the temperature, over which `fun` closes, also have gradients."""
+    arrays, given = operands(classes=classes), {"loss": loss, "reduction": reduction}
+    theirs, program = gradients(plain, **given), gradients(ours, **given, chunk=chunk)
     assert_computes(jax.jit(program)(*arrays), theirs, *arrays, like=program)
 
 
 @each_reduction
-def test_other_derivatives(reduction):
+@each_loss
+def test_other_derivatives(loss, reduction):
     """Forward mode, second order and `jax.checkpoint` have the results of plain JAX."""
-    arrays = operands(classes=21)
+    arrays, given = operands(classes=21), {"loss": loss, "reduction": reduction}
     floats, others = arrays[:5], arrays[5:]
     along = tuple(jnp.cos(a) for a in floats)
 
     def of(function):
-        function = functools.partial(function, reduction=reduction)
+        function = functools.partial(function, **given)
 
         def tangent(*floats):
             return jax.jvp(lambda *a: function(*a, *others), floats, along)[1]
@@ -103,18 +125,19 @@ def test_other_derivatives(reduction):
 
         return second
 
-    def again(*arrays, **options):
-        return jax.checkpoint(ours)(*arrays)
-
     assert_computes(jax.jit(of(ours))(*floats), of(plain), *floats, like=of(ours))
     if reduction == "mean":
-        got = jax.jit(gradients(again))(*arrays)
-        assert_computes(got, gradients(plain), *arrays, like=gradients(ours))
+        again = gradients(jax.checkpoint(functools.partial(ours, **given)))
+        got = jax.jit(again)(*arrays)
+        assert_computes(got, gradients(plain, **given), *arrays, like=gradients(ours, **given))
 
 
-@pytest.mark.parametrize("batched", ["rows", "weight", "temperature"])
 @each_reduction
-def test_vmap(batched, reduction):
+@pytest.mark.parametrize(
+    ("loss", "batched"),
+    [*((loss, "rows") for loss in LOSSES), ("plain JAX", "weight"), ("plain JAX", "temperature")],
+)
+def test_vmap(loss, batched, reduction):
     """A `jax.vmap` inside or outside the gradient, over rows, a weight or a closed-over array."""
     arrays = operands()
     which = {"rows": (0, 3, 5, 6), "weight": (1,), "temperature": (4,)}[batched]
@@ -123,7 +146,7 @@ def test_vmap(batched, reduction):
                    for i, a in enumerate(arrays))  # fmt: skip
 
     def of(function):
-        function = functools.partial(function, reduction=reduction)
+        function = functools.partial(function, loss=loss, reduction=reduction)
         outside = gradients(lambda *a: jax.vmap(function, axes)(*a))
         inside = jax.vmap(gradients(function), axes)
         return lambda *a: (outside(*a), inside(*a))
@@ -133,11 +156,12 @@ def test_vmap(batched, reduction):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @each_reduction
-def test_sixteen_bits(dtype, reduction):
-    arrays = operands(dtype)
-    got = jax.jit(gradients(ours, reduction=reduction))(*arrays)
-    theirs = gradients(plain, reduction=reduction)
-    assert_computes(got, theirs, *arrays, like=gradients(ours, reduction=reduction))
+@each_loss
+def test_sixteen_bits(loss, dtype, reduction):
+    arrays, given = operands(dtype), {"loss": loss, "reduction": reduction}
+    program, theirs = gradients(ours, **given), gradients(plain, **given)
+    got = jax.jit(program)(*arrays)
+    assert_computes(got, theirs, *arrays, like=program)
     assert [a.dtype for a in got[1]] == [a.dtype for a in arrays[:5]]
 
 
@@ -258,54 +282,6 @@ def test_functions_with_inner_programs(fun):
         assert_computes(jax.tree.map(np.asarray, got), expected, x, weight, like=like)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="sizes of the CPU's program")
-@pytest.mark.parametrize("wrap", ["forward", "gradient", "jvp", "checkpoint", "vmap"])
-@each_reduction
-def test_no_array_of_all_logits(wrap, reduction):
-    """The largest array of the compiled program is a chunk's logits."""
-    rows, classes, chunk = 512, 1000, 96
-    shapes = (rows, 32), (32, classes)
-    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    labels = jnp.zeros(rows, jnp.int32)
-
-    def loss(x, weight):
-        def fun(logits, label):
-            return jax.nn.logsumexp(logits) - logits[label]
-
-        result = linear_loss(fun, x, weight, labels, reduction=reduction, chunk=chunk)
-        return jnp.sum(jnp.sin(result))
-
-    def of_halves(x, weight):
-        def half(x, labels):
-            fun = lambda z, label: jax.nn.logsumexp(z) - z[label]  # noqa: E731
-            return jnp.sum(linear_loss(fun, x, weight, labels, reduction=reduction, chunk=chunk))
-
-        return jnp.sum(jax.vmap(half)(x.reshape(2, -1, 32), labels.reshape(2, -1)))
-
-    program = {
-        "forward": loss,
-        "gradient": jax.grad(loss, (0, 1)),
-        "jvp": lambda *a: jax.jvp(loss, a, a),
-        "checkpoint": jax.grad(jax.checkpoint(loss), (0, 1)),
-        "vmap": jax.grad(of_halves, (0, 1)),
-    }[wrap]
-    text = jax.jit(program).trace(*given).lower(lowering_platforms=("cpu",)).compile().as_text()
-    sizes = {
-        int(np.prod([int(n) for n in shape.split(",") if n]))
-        for shape in re.findall(r"\w+\[([\d,]*)\]", text)
-    }
-    assert chunk * classes in sizes
-    assert max(sizes) == chunk * classes
-
-
-@pytest.mark.parametrize(("reduction", "products"), [("mean", 3), ("none", 4)])
-def test_matmuls(reduction, products):
-    """The gradients of a mean take three matmuls; those of losses of rows take four."""
-    *arrays, where = operands()
-    text = jax.jit(gradients(ours, reduction=reduction, chunk=32)).lower(*arrays, where).as_text()
-    assert text.count("stablehlo.dot_general") == products
-
-
 def test_kernels_run_on_chunks():
     """One kernel call per chunk computes the losses, and one their gradient."""
     x, weight = normal(0, 256, 64, dtype="bfloat16"), normal(1, 64, 1024, dtype="bfloat16")
@@ -317,85 +293,6 @@ def test_kernels_run_on_chunks():
 
     assert kernels_in(loss, x, weight) == 1
     assert kernels_in(jax.grad(loss, (0, 1)), x, weight) in (1, 2)
-
-
-# ----------------------------------------------------- jaxnorm losses that take the logits
-
-
-def bounded(cross_entropy):
-    """Return a function of x, weight, a slope and rows: bounded losses of some of the labels."""
-
-    def function(x, weight, slope, factors, labels, reduction="mean", chunk=5):
-        def fun(logits, label, factor):
-            loss = cross_entropy(logits, jnp.maximum(label, 0), label >= 0)
-            return factor * jnp.tanh(slope * loss)
-
-        rows = labels, factors
-        return linear_loss(fun, x, weight, *rows, reduction=reduction, chunk=chunk)
-
-    return function
-
-
-def ours_of_labels(logits, label, where):
-    return jaxnorm.softmax_cross_entropy_with_integer_labels(logits, label, where=where)
-
-
-def plain_of_labels(logits, label, where):
-    return jnp.where(where, jax.nn.logsumexp(logits) - logits[label], 0)
-
-
-def of_labels(classes=CLASSES, dtype="float32"):
-    x, weight, *_, labels, where = operands(dtype, classes)
-    return x, weight, jnp.float32(0.4), normal(6, *ROWS), jnp.where(where, labels, -100)
-
-
-@each_reduction
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("classes", [CLASSES, 21])
-def test_a_loss_of_jaxnorm(reduction, dtype, classes):
-    """All gradients are right if a jaxnorm loss takes the logits, and its result is used again.
-
-    The function computes the labels and the mask of the loss. An array that it closes over, and one
-    of the rows, have gradients.
-    """
-    *floats, labels = of_labels(classes, dtype)
-
-    def of(function):
-        def total(*floats):
-            return jnp.sum(jnp.sin(function(*floats, labels, reduction=reduction)))
-
-        return jax.value_and_grad(total, (0, 1, 2, 3))
-
-    program, theirs = of(bounded(ours_of_labels)), of(bounded(plain_of_labels))
-    got = jax.jit(program)(*floats)
-    assert_computes(got, theirs, *floats, like=program)
-    assert [a.dtype for a in got[1]] == [a.dtype for a in floats]
-
-
-@each_reduction
-def test_other_derivatives_of_a_loss_of_jaxnorm(reduction):
-    """Forward mode, second order and `jax.vmap` have the results of plain JAX."""
-    *floats, labels = of_labels(21)
-    along = tuple(jnp.cos(a) for a in floats)
-
-    def of(function):
-        def total(*floats):
-            return function(*floats, labels, reduction=reduction)
-
-        def tangent(*floats):
-            return jax.jvp(total, floats, along)[1]
-
-        def second(*floats):
-            first = jax.grad(lambda *a: jnp.sum(jnp.sin(tangent(*a))), (0, 1, 2, 3))
-            x, weight, slope, factors = floats
-            of_batch = jax.vmap(total, (0, None, None, 0))
-            batch = of_batch(jnp.stack([x] * 2), weight, slope, jnp.stack([factors] * 2))
-            return tangent(*floats), first(*floats), batch
-
-        return second
-
-    program, theirs = of(bounded(ours_of_labels)), of(bounded(plain_of_labels))
-    assert_computes(jax.jit(program)(*floats), theirs, *floats, like=program)
 
 
 # ------------------------------------------------------------------------------- meshes
@@ -411,41 +308,28 @@ LAYOUTS = [
 
 @eight_devices
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_meshes(kind, layout, reduction):
+@pytest.mark.parametrize(
+    ("loss", "layout", "reduction"),
+    [
+        *(("plain JAX", layout, reduction) for layout in LAYOUTS for reduction in ("mean", "none")),
+        *(("a loss of jaxnorm", layout, "mean") for layout in LAYOUTS[2:4]),
+    ],
+    ids=str,
+)
+def test_meshes(kind, loss, layout, reduction):
     """Rows, features and classes may be sharded, in any combination."""
     axis_type = getattr(jax.sharding.AxisType, kind)
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
     of_x, of_weight = layout
-    rows = P(*of_x[:2])
-    arrays, program = operands(), gradients(ours, reduction=reduction, chunk=3)
+    rows, given = P(*of_x[:2]), {"loss": loss, "reduction": reduction}
+    arrays, program = operands(), gradients(ours, **given, chunk=3)
     specs = of_x, of_weight, P(*of_weight[1:]), rows, P(), rows, rows
     with jax.set_mesh(mesh):
         sharded = in_shards(arrays, mesh, specs)
         got = jax.jit(program)(*sharded)
     assert got[1][1].sharding.is_equivalent_to(sharded[1].sharding, 2)
     got = jax.tree.map(np.asarray, got)
-    assert_computes(got, gradients(plain, reduction=reduction), *arrays, like=program)
-
-
-@eight_devices
-@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-@pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
-def test_meshes_of_a_loss_of_jaxnorm(kind, layout):
-    axis_type = getattr(jax.sharding.AxisType, kind)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
-    of_x, of_weight = layout
-    arrays, rows = of_labels(), P(*of_x[:2])
-
-    def of(function):
-        return jax.value_and_grad(functools.partial(function, chunk=3), (0, 1, 2, 3))
-
-    with jax.set_mesh(mesh):
-        sharded = in_shards(arrays, mesh, (of_x, of_weight, P(), rows, rows))
-        got = jax.tree.map(np.asarray, jax.jit(of(bounded(ours_of_labels)))(*sharded))
-    program, theirs = of(bounded(ours_of_labels)), of(bounded(plain_of_labels))
-    assert_computes(got, theirs, *arrays, like=program)
+    assert_computes(got, gradients(plain, **given), *arrays, like=program)
 
 
 @eight_devices

@@ -1,6 +1,7 @@
 """Programs of linear losses: numbers of matmuls and loops, memory, and settings of JAX."""
 
 import contextlib
+import functools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.experimental import checkify
 from linear_loss_cases import operands
 
+import jaxnorm
 from jaxnorm import linear_kl_divergence, linear_log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
 
@@ -28,21 +30,45 @@ def program(function):
     return jax.jit(function).trace(*given).lower(lowering_platforms=("cpu",))
 
 
-def of(reduction, wrap=lambda f: f):
-    labels = jnp.zeros(ROWS, jnp.int32)
-
-    def function(x, weight):
-        return jnp.sum(linear_loss(x, weight, labels, reduction=reduction, chunk=CHUNK))
-
-    return wrap(function)
+LABELS = np.zeros(ROWS, np.int32)
 
 
-def of_a_teacher(reduction, wrap=lambda f: f):
+def unchanged(f):
+    return f
+
+
+def of(reduction, wrap=unchanged):
+    options = {"reduction": reduction, "chunk": CHUNK}
+    return wrap(lambda x, weight: jnp.sum(linear_loss(x, weight, LABELS, **options)))
+
+
+def of_a_teacher(reduction, wrap=unchanged):
     def function(x, weight):
         teacher = jnp.flip(x), jnp.flip(weight)
         return jnp.sum(linear_kl_divergence(x, weight, *teacher, reduction=reduction, chunk=CHUNK))
 
     return wrap(function)
+
+
+def of_log_prob(wrap=unchanged):
+    def function(x, weight):
+        results = linear_log_prob_and_entropy(x, weight, LABELS, chunk=CHUNK)
+        return sum(jnp.sum(jnp.sin(result)) for result in results)
+
+    return wrap(function)
+
+
+def loss_of_one(logits, label):
+    return jax.nn.logsumexp(logits) - logits[label]
+
+
+def of_any(reduction, wrap=unchanged):
+    run = functools.partial(jaxnorm.linear_loss, loss_of_one, reduction=reduction, chunk=CHUNK)
+    return wrap(lambda x, weight: jnp.sum(jnp.sin(run(x, weight, LABELS))))
+
+
+def gradient(f):
+    return jax.value_and_grad(f, (0, 1))
 
 
 def checkpoint(policy=None):
@@ -57,19 +83,25 @@ PROGRAMS = {
     "the loss": (of("mean"), 1, 1),
     "losses": (of("none"), 1, 1),
     "the divergence": (of_a_teacher("mean"), 2, 1),
-    "gradient of a divergence": (of_a_teacher("mean", lambda f: jax.grad(f, (0, 1))), 2 * 4, 1),
-    "gradient of divergences": (
-        of_a_teacher("none", lambda f: jax.value_and_grad(f, (0, 1))),
-        2 + 2 * 4,
-        2,
-    ),
-    "gradient of a mean": (of("mean", lambda f: jax.grad(f, (0, 1))), 2 * 3, 1),
-    "gradient of losses": (of("none", lambda f: jax.value_and_grad(f, (0, 1))), 1 + 2 * 3, 2),
+    "gradient of a divergence": (of_a_teacher("mean", gradient), 2 * 4, 1),
+    "gradient of divergences": (of_a_teacher("none", gradient), 2 + 2 * 4, 2),
+    "gradient of a mean": (of("mean", gradient), 2 * 3, 1),
+    "gradient of losses": (of("none", gradient), 1 + 2 * 3, 2),
     "frozen weight": (of("mean", jax.grad), 2, 1),
     "x alone without a gradient": (of("mean", lambda f: jax.grad(f, 1)), 2 * 2, 1),
     "linearize": (of("sum", lambda f: lambda *a: jax.linearize(f, *a)[1](*a)), 2 * 3, 1),
     "remat": (of("mean", checkpoint()), 1 + 2 * 3, 2),
     "remat that keeps gradients": (of("mean", checkpoint(KEPT)), 2 * 3, 1),
+    "log-probabilities": (of_log_prob(), 1, 1),
+    "gradient of log-probabilities": (of_log_prob(gradient), 1 + 2 * 3, 2),
+    "log-probabilities, frozen weight": (of_log_prob(jax.grad), 3, 2),
+    "log-probabilities, x alone without": (of_log_prob(lambda f: jax.grad(f, 1)), 1 + 2 * 2, 2),
+    "any loss": (of_any("mean"), 1, 1),
+    "any losses": (of_any("none"), 1, 1),
+    "gradient of any loss": (of_any("mean", gradient), 2 * 3, 1),
+    "gradient of any losses": (of_any("none", gradient), 1 + 2 * 3, 2),
+    "remat of any loss": (of_any("sum", checkpoint()), 1 + 2 * 3, 2),
+    "tangent of any losses": (of_any("none", lambda f: lambda *a: jax.jvp(f, a, a)[1]), 1 + 3, 2),
     "vmap": (
         lambda x, w: jax.grad(
             lambda w: jnp.mean(
@@ -112,13 +144,15 @@ def test_no_logits_of_all_rows(name):
 
 @of_the_cpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(("loss", "chunks"), [(of, 3), (of_a_teacher, 5)])
+@pytest.mark.parametrize(
+    ("loss", "chunks"), [(of, 3), (of_a_teacher, 5), (lambda _, wrap: of_log_prob(wrap), 3)]
+)
 def test_memory(loss, chunks, reduction):
     """Memory is needed for a chunk's logits, their gradient, and the weight's gradient in float32.
 
     A divergence needs two arrays of logits.
     """
-    compiled = program(loss(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
+    compiled = program(loss(reduction, gradient)).compile()
     accumulator = 4 * WIDTH * CLASSES
     # A CPU computes everything in float32.
     chunk = 4 * CHUNK * CLASSES
@@ -136,6 +170,24 @@ each_kept = pytest.mark.parametrize(
 )
 
 
+def saved(function, *arrays):
+    """Return the shapes and dtypes of the arrays that the derivative saves, without scalars."""
+    vjp = jax.vjp(function, *arrays)[1]
+    return sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp) if a.ndim)
+
+
+def test_three_numbers_for_each_row_are_kept():
+    """Besides the operands, log-probabilities save only three numbers per row."""
+    x, weight, bias, labels = operands(6, 4, 9, "bfloat16")
+
+    def function(x, w, b):
+        return linear_log_prob_and_entropy(x, w, labels, bias=b, chunk=2)
+
+    of_rows = [((6,), "float32")] * 3 + [((6,), "int32")]
+    of_operands = [((4, 9), "bfloat16"), ((6, 4), "bfloat16"), ((9,), "bfloat16")]
+    assert saved(function, x, weight, bias) == sorted(of_rows + of_operands)
+
+
 @pytest.mark.remat
 @each_kept
 @pytest.mark.parametrize("compiled", [False, True])
@@ -149,8 +201,7 @@ def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
     def function(x, w, b):
         return linear_loss(x, w, labels, bias=b, chunk=2)
 
-    vjp = jax.vjp(jax.jit(function) if compiled else function, x, weight, bias)[1]
-    kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp))
+    kept = saved(jax.jit(function) if compiled else function, x, weight, bias)
     assert kept == [((4, 9), kept_in), ((6, 4), kept_in), ((9,), kept_in)]
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: linear_loss(x, weight, labels)))(x)
     assert "[name=jaxnorm_linear_gradient" in str(jaxpr)
@@ -171,8 +222,7 @@ def test_what_is_kept_of_layers(dtype, kept_in):
 
         return jax.lax.scan(step, 0.0, xs)[0]
 
-    vjp = jax.vjp(loss, jnp.stack([x] * 3), weight)[1]
-    kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp) if a.ndim)
+    kept = saved(loss, jnp.stack([x] * 3), weight)
     assert kept == [((3, 4, 9), kept_in), ((3, 6, 4), kept_in)]
 
 

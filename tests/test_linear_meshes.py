@@ -24,7 +24,7 @@ from functions import layer_of_a_teacher, scales_of
 from hlo import _computations
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from log_prob_cases import linear_mixture
+from log_prob_cases import mixed
 from meshes import KINDS, Case, collectives, eight_devices, in_shards, mesh_of
 from pairs import each_pair
 from program_error import analyse, assert_analysed, assert_computes
@@ -68,33 +68,30 @@ def loss_of_rows(x, weight, bias, labels, *, reduction):
     """Call a loss that computes logits ``x @ weight`` itself, and reduce its results to one number.
 
     `reduction` determines which function is called. "divergence" calls `linear_kl_divergence`,
-    "several" calls `linear_log_prob_and_entropy` with several labels per position, "classes" calls
-    it with a mask of classes, and "log_prob" calls `linear_mixture`. For any other value, such as
+    "log_prob" calls `linear_log_prob_and_entropy`, "several" calls it with several labels per
+    position, and "classes" with a mask of classes. For any other value, such as
     "mean", `linear_softmax_cross_entropy` is called, with the value as its option `reduction`.
     """
     options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
-    if reduction == "divergence":
-        weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
-        teacher = layer_of_a_teacher(labels, weight)
-        scale = scales_of(labels)
-        options |= {"where": weights, "logits_scale": scale, "reduction": "none"}
-        return jnp.sum(jnp.sin(jaxnorm.linear_kl_divergence(x, weight, *teacher, **options)))
-    if reduction == "several":
-        several = jnp.stack([jnp.maximum(labels, 0), (labels + 5) % V], -1)
-        weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
-        results = jaxnorm.linear_log_prob_and_entropy(x, weight, several, where=weights, **options)
-        return sum(jnp.sum(jnp.sin(result)) for result in results)
-    if reduction == "classes":
-        options["where"] = jnp.arange(V)[None, None] % 5 != 2
-        results = jaxnorm.linear_log_prob_and_entropy(x, weight, labels, **options)
-        return sum(jnp.sum(jnp.sin(result)) for result in results)
-    if reduction == "log_prob":
-        result = linear_mixture(x, weight, labels, where=labels >= 0, **options)
-    else:
-        weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
-        options |= {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2}
-        result = jaxnorm.linear_softmax_cross_entropy(x, weight, labels, where=weights, **options)
-    return jnp.sum(jnp.sin(result))
+    weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
+    log_prob = functools.partial(jaxnorm.linear_log_prob_and_entropy, x, weight, **options)
+    match reduction:
+        case "divergence":
+            options |= {"where": weights, "logits_scale": scales_of(labels), "reduction": "none"}
+            teacher = layer_of_a_teacher(labels, weight)
+            results = jaxnorm.linear_kl_divergence(x, weight, *teacher, **options)
+        case "several":
+            several = jnp.stack([jnp.maximum(labels, 0), (labels + 5) % V], -1)
+            results = log_prob(several, where=weights)
+        case "classes":
+            results = log_prob(labels, where=jnp.arange(V)[None, None] % 5 != 2)
+        case "log_prob":
+            results = mixed(*log_prob(labels, where=labels >= 0))
+        case _:
+            options |= {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2}
+            loss = jaxnorm.linear_softmax_cross_entropy
+            results = loss(x, weight, labels, where=weights, **options)
+    return sum(jnp.sum(jnp.sin(result)) for result in jax.tree.leaves(results))
 
 
 class Layer(NamedTuple):
@@ -491,24 +488,26 @@ def test_the_kernel_of_norm_and_product_is_not_partitioned(kind):
             call(x, weight)
 
 
-@pytest.mark.parametrize("name", ["none", "log_prob", "several", "divergence"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_of_rows(kind, name):
-    its = LOSS["rows" if kind == "manual" else "rows and V"]
-    mesh, sharded, specs = placed(name, kind, its)
-    function = LAYERS[name].loss
-    if kind == "manual":
-        function = over_shards(function, mesh, specs, "data", "model")
+@pytest.mark.parametrize("name", ["none", *VARIANTS, "log_prob"])
+def test_losses_of_rows_on_shards(name):
+    mesh, sharded, specs = placed(name, "manual", LOSS["rows"])
+    function = over_shards(LAYERS[name].loss, mesh, specs, "data", "model")
     check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), name)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("classes", "rows and V"), ("classes", "d of x"), ("odd rows", "d of x over both")],
+    [
+        *(("none", "rows and V"), ("classes", "rows and V"), ("classes", "d of x")),
+        ("odd rows", "d of x over both"),
+    ],
 )
 def test_other_shapes(name, layout, kind):
-    """A mask of classes is split like the classes, and rows need not be divisible."""
+    """A mask of classes is split like the classes, and rows need not be divisible.
+
+    Losses of rows are added after the call.
+    """
     _, sharded, _ = placed(name, kind, LOSS[layout])
     check(jax.jit(step_of(name))(*sharded), name)
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxnorm.calls.rows import RowView
-from jaxnorm.operations import checks, linear_loss_primitive, scales
+from jaxnorm.operations import checks, linear_loss_primitive
 from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.linear_loss_call import (
     OF_LOGITS,
@@ -23,7 +23,7 @@ from jaxnorm.operations.linear_loss_call import (
     loss_of_rows,
     matmul_dtypes,
 )
-from jaxnorm.operations.loss import checked_labels, counted, loss_call, masks, weighted
+from jaxnorm.operations.loss import checked_call, weighted
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import LossOptions, Name
 
@@ -419,39 +419,28 @@ def _of_loss(
       options: fields of `LossOptions`.
     """
     (arrays, dtypes), (where, logits_scale, reduction, chunk) = layer, arguments
-    x, classes = arrays["x"], arrays["weight"].shape[1]
-    view, of = RowView.of((*x.shape[:-1], classes), (x.ndim - 1,)), OF_LOGITS[function]
-    wide, candidates = checks.arithmetic_dtype(*dtypes, *teacher), None
-    if "labels" in operands:
-        why = f"the shape of x {x.shape} without its last axis"
-        labels, candidates = checked_labels(function, of, operands["labels"], view, why)
-        operands = {"labels" if candidates is None else "candidates": labels}
-    takes_classes, whose = function == _LOG_PROB, "positions'" if teacher else "labels'"
-    mask, weights = masks(function, where, view, wide, whose, takes_classes=takes_classes)
-    scale = scales.of_logits(function, logits_scale, x.shape[:-1], wide, of=whose)
+    x, classes, is_log_prob = arrays["x"], arrays["weight"].shape[1], function == _LOG_PROB
+    loss, checked, weights = checked_call(
+        function,
+        LossOptions(**options, teacher_dtype=teacher[1] if teacher else None),
+        RowView.of((*x.shape[:-1], classes), (x.ndim - 1,)),
+        dtypes[1],
+        *(where, logits_scale, implementation),
+        labels=operands.pop("labels", None),
+        why=f"the shape of x {x.shape} without its last axis",
+        of=OF_LOGITS[function],
+        takes_classes=is_log_prob,
+    )
+    of_mask = (classes,) if loss.view.mask else ()
+    of_one = RowView.of((classes,), (0,), mask=of_mask, candidates=loss.view.candidates)
     # The primitive's log-probabilities are also residuals, and the derivative needs them before
     # they are multiplied by the weights. So the primitive takes a mask of the positions with a
     # nonzero weight, and its results are multiplied by the weights below.
-    positions = counted(weights) if takes_classes and weights is not None else weights
-    operands = {"where": positions} | operands
-    operands |= {"mask": mask, "logits_scale": scale.array}
-    options |= {"logits_scale": scale.number, "has_scale": scale.array is not None}
-    loss = loss_call(
-        function,
-        LossOptions(**options, teacher_dtype=teacher[1] if teacher else None),
-        (classes,),
-        dtypes[1],
-        -1,
-        None if mask is None else (classes,),
-        implementation,
-        candidates,
-        of,
-    )
-    results = bound(function, layer, Program(loss), operands, reduction, chunk, *teacher[:1])
-    if not takes_classes or weights is None:
-        return results
-    of_labels = weights if candidates is None else weights[..., None]
-    return [weighted(results[0], of_labels), *(weighted(a, weights) for a in results[1:])]
+    positions = checked.pop("positions")
+    operands = {"where": positions if is_log_prob else weights} | operands | checked
+    program = Program(loss.with_view(of_one))
+    results = bound(function, layer, program, operands, reduction, chunk, *teacher[:1])
+    return [weighted(a, weights) for a in results] if is_log_prob else results
 
 
 def bound(

@@ -592,7 +592,7 @@ def _powers_of_two(sizes: jax.Array) -> jax.Array:
     Zeros, infinities and NaNs become the largest of the others, or 1 if there are no others.
     """
     counts, info = jnp.isfinite(sizes) & (sizes > 0), jnp.finfo(sizes.dtype)
+    sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)
+    sizes = lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)
     largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
-    sizes = jnp.where(counts, sizes, jnp.where(largest > 0, largest, 1))
-    sizes = jnp.clip(sizes, info.smallest_normal, info.max / 2)
-    return lax.reduce_precision(sizes, info.nexp, mantissa_bits=0)
+    return jnp.where(counts, sizes, jnp.where(largest > 0, largest, 1))

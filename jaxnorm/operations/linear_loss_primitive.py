@@ -29,7 +29,6 @@ from jaxnorm.meshes import sharding
 from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.operations import linear_loss_call, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
-from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.recomputation import linear_map
 from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
@@ -82,14 +81,14 @@ class LossRules(Rules[LinearLossCall]):
         if head.wrt:  # The results include gradients, so the tangents are second-order derivatives.
             return self.second_order(head, primals, tangents)
         if head.reduction != "none":
-            nonzeros = _differentiated(head, primals, tangents)
+            nonzeros = _differentiated(head, tangents)
             full = head.with_gradients([*nonzeros])
             outputs = remat.named(self.names(full), self.bind(full, *primals))
             return self._along(full, outputs, nonzeros)
         with_kept = dataclasses.replace(head, keeps=bool(head.kept))
         by_name = dict(zip(with_kept.outputs, self.bind(with_kept, *primals)))
         residuals = [*primals, *map(by_name.get, head.kept)]
-        nonzeros = _differentiated(head, primals, tangents)
+        nonzeros = _differentiated(head, tangents)
         along = iter(self.tangents_of(head, residuals, nonzeros))
         results = [by_name[name] for name in head.outputs]
         return results, [next(along) if is_inexact(y) else zero_like(y) for y in results]
@@ -108,7 +107,7 @@ class LossRules(Rules[LinearLossCall]):
         self, head: LinearLossCall, outputs: Arrays, primals: Any, tangents: Any
     ) -> tuple[Any, Any]:
         full = head.with_gradients(head.differentiable)
-        return self._along(full, outputs, _differentiated(head, primals, tangents))
+        return self._along(full, outputs, _differentiated(head, tangents))
 
     def _along(
         self, head: LinearLossCall, outputs: Arrays, tangents: dict[str, jax.Array]
@@ -121,13 +120,20 @@ class LossRules(Rules[LinearLossCall]):
         total, *gradients = outputs
         of = dict(zip(head.wrt, gradients))
 
-        def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
-            return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
+        def inner_product(name: str, gradient: jax.Array, tangent: jax.Array) -> jax.Array:
+            terms = gradient.astype(total.dtype) * tangent.astype(total.dtype)
+            if "where" in head.primals and kind(name) in OF_ROWS:
+                # Masked rows have a gradient of 0, and may have a tangent of NaN.
+                terms = jnp.where(gradient == 0, 0, terms)
+            return jnp.sum(terms)
 
         # With `linear_map`, JAX saves the gradient in the gradient's own dtype. If `inner_product`
         # were called directly, JAX would instead save the result of the cast in `inner_product`: a
         # copy of the gradient in the dtype of the total (usually float32).
-        terms = [linear_map(inner_product, [of[name]], t) for name, t in tangents.items()]
+        terms = [
+            linear_map(functools.partial(inner_product, name), [of[name]], t)
+            for name, t in tangents.items()
+        ]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
@@ -305,29 +311,10 @@ def _gathered_rows(
     return gathered if is_smaller and {*sum(gathered, ())} == both else [()] * len(rows)
 
 
-def _differentiated(
-    head: LinearLossCall, primals: Arrays, tangents: Sequence[Any]
-) -> dict[str, jax.Array]:
-    """Return the nonzero tangents of the operands that can have one, in a dict.
-
-    The tangents of rows are set to 0 where the weight in ``where`` is 0. The gradient of x is 0 in
-    these rows. It is multiplied by x's tangent, and if the tangent were NaN there, the product
-    would be NaN.
-    """
-    where = dict(zip(head.primals, primals)).get("where")
-    nonzeros = nonzero((n, t) for n, t in zip(head.primals, tangents) if n in head.differentiable)
-
-    def of_counted(along: jax.Array) -> jax.Array:
-        assert where is not None
-        counts = jnp.expand_dims(counted(where), range(where.ndim, along.ndim))
-        counts = jnp.broadcast_to(counts, along.shape)
-        counts, along = sharding.vary_alike([counts, along])
-        return jnp.where(sharding.lie_alike(counts, along), along, 0)
-
-    is_masked = where is not None and head.reduction != "none"
-    return {
-        n: of_counted(t) if is_masked and kind(n) in OF_ROWS else t for n, t in nonzeros.items()
-    }
+def _differentiated(head: LinearLossCall, tangents: Sequence[Any]) -> dict[str, jax.Array]:
+    """Return the nonzero tangents of the operands that can have one, in a dict."""
+    pairs = zip(head.primals, tangents)
+    return nonzero((name, t) for name, t in pairs if name in head.differentiable)
 
 
 _RULES = LossRules()

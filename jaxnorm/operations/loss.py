@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -128,10 +128,8 @@ def softmax_cross_entropy_with_integer_labels(
     options = LossOptions(
         label_smoothing=label_smoothing, z_loss=z_loss, logit_softcap=logit_softcap
     )
-    (loss,), weights = _of_rows(
-        NAME, options, logits, labels, axis, where, logits_scale, implementation
-    )
-    return loss if weights is None else weighted(loss, weights)
+    (loss,) = _of_rows(NAME, options, logits, labels, axis, where, logits_scale, implementation)
+    return loss
 
 
 def _of_rows(
@@ -143,29 +141,73 @@ def _of_rows(
     where: ArrayLike | None,
     logits_scale: ArrayLike,
     implementation: Name | None,
-) -> tuple[list[jax.Array], jax.Array | None]:
+) -> list[jax.Array]:
     """Check the arguments of a loss that takes logits and labels, and compute its results.
 
-    Return a pair: a list of the results, and the mask or the weights of positions (or None). The
-    results are not multiplied by the weights yet. The caller does this by the function `weighted`.
     `options` has the public function's arguments that are static.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
     in_order = checks.axes_in_order(function, axis, shape, of="logits")
-    axes = tuple(sorted(in_order))
-    dtype, view = checks.arithmetic_dtype(logits.dtype), RowView.of(shape, axes)
+    view = RowView.of(shape, tuple(sorted(in_order)))
     why = f"the shape of logits {shape} without axis={axis!r}"
-    labels, candidates = checked_labels(function, function, labels, view, why)
-    scale = scales.of_logits(function, logits_scale, view.shape_of("label"), dtype)
-    mask, weights = masks(function, where, view, dtype)
-    if in_order != axes:
+    others = where, logits_scale, implementation
+    call, operands, weights = checked_call(
+        function, options, view, logits.dtype, *others, labels=labels, why=why
+    )
+    if in_order != view.axes:
         # A label is the index of a class in row-major order of the class axes. The user's labels
-        # are computed with the axes in the order of the argument `axis`, such as (2, 1).
-        # `loss_call` takes the axes in ascending order, here (1, 2). So transpose the logits: move
-        # axis 2 to position 1, and axis 1 to position 2. The labels then fit without a conversion.
-        logits = jnp.moveaxis(logits, in_order, axes)
-        mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
+        # are computed with the axes in the order of the argument `axis`, such as (2, 1). The call
+        # takes the axes in ascending order, here (1, 2). So transpose the logits: move axis 2 to
+        # position 1, and axis 1 to position 2. The labels then fit without a conversion.
+        logits = jnp.moveaxis(logits, in_order, view.axes)
+        view = dataclasses.replace(call.view, shape=logits.shape)
+        if (mask := operands["mask"]) is not None:
+            operands["mask"] = mask = jnp.moveaxis(mask, in_order, view.axes)
+            view = dataclasses.replace(view, mask=mask.shape)
+        call = call.with_view(view)
+    results = row_operations.run(call, logits, *operands.values())
+    return [weighted(result, weights) for result in results]
+
+
+def checked_call(
+    function: str,
+    options: LossOptions,
+    view: RowView,
+    dtype: np.dtype,
+    where: ArrayLike | None,
+    logits_scale: ArrayLike,
+    implementation: Name | None,
+    *,
+    labels: Any = None,
+    why: str = "",
+    of: Function | None = None,
+    takes_classes: bool = True,
+) -> tuple[Call, dict[str, jax.Array | None], jax.Array | None]:
+    """Check the arguments that losses of logits and of linear layers share.
+
+    Return the forward call of the loss of logits, its operands other than logits, and the mask or
+    the weights of positions (or None), by which the function `weighted` multiplies the results.
+
+    Args:
+      function: name of the public function.
+      options: the static arguments of the public function, as the user passed them.
+      view, dtype: the view and the dtype of the logits.
+      where, logits_scale, implementation: the public function's arguments.
+      labels: the public function's argument, which divergences do not have.
+      why: a description of the shape of labels, for errors.
+      of: name of the public function of logits, if `function` is a linear loss; else None.
+      takes_classes: True if the function takes a mask of classes.
+    """
+    wide, candidates = checks.arithmetic_dtype(dtype, options.teacher_dtype or dtype), None
+    operands: dict[str, jax.Array | None] = {}
+    is_divergence = options.teacher_dtype is not None
+    if not is_divergence:
+        array, candidates = checked_labels(function, of or function, labels, view, why)
+        operands = {"labels" if candidates is None else "candidates": array}
+    whose = "the positions'" if is_divergence else "labels'"
+    scale = scales.of_logits(function, logits_scale, view.shape_of("stat"), wide, of=whose)
+    mask, weights = masks(function, where, view, wide, whose, takes_classes=takes_classes)
     options = dataclasses.replace(
         options,
         logits_scale=scale.number,
@@ -174,14 +216,15 @@ def _of_rows(
     )
     of_mask = None if mask is None else mask.shape
     call = loss_call(
-        function, options, logits.shape, logits.dtype, axis, of_mask, implementation, candidates
+        function, options, view.shape, dtype, view.axes, of_mask, implementation, candidates, of
     )
     positions = None if weights is None else counted(weights)
-    return row_operations.run(call, logits, labels, mask, positions, scale.array), weights
+    operands |= {"mask": mask, "positions": positions, "logits_scale": scale.array}
+    return call, operands, weights
 
 
 def checked_labels(
-    function: str, of: Function, labels: ArrayLike, view: RowView, why: str
+    function: str, of: str, labels: ArrayLike, view: RowView, why: str
 ) -> tuple[jax.Array, int | None]:
     """Check the labels of a loss; return them, and the number of labels of a position.
 
@@ -288,12 +331,16 @@ def counted(weights: jax.Array) -> jax.Array:
     return weights if weights.dtype == bool else weights != 0
 
 
-def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return ``loss * weights`` for float weights of positions.
+def weighted(result: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Return ``result * weights`` for float weights of positions.
 
-    If `weights` is a boolean mask, return `loss` unchanged: its masked entries are already 0.
+    The result may have one more axis, for several labels of each position. If `weights` is None or
+    a boolean mask, return `result` unchanged: its masked entries are already 0.
     """
-    return loss if weights.dtype == bool else loss * sharding.broadcast_alike(weights, loss)
+    if weights is None or weights.dtype == bool:
+        return result
+    weights = weights if result.ndim == weights.ndim else weights[..., None]
+    return result * sharding.broadcast_alike(weights, result)
 
 
 def masks(
@@ -443,13 +490,10 @@ def log_prob_and_entropy(
       (2, 3)
     """
     options = LossOptions(logit_softcap=logit_softcap)
-    (log_prob, entropy), weights = _of_rows(
+    log_prob, entropy = _of_rows(
         _LOG_PROB, options, logits, labels, axis, where, logits_scale, implementation
     )
-    if weights is None:
-        return log_prob, entropy
-    of_labels = weights if log_prob.ndim == entropy.ndim else weights[..., None]
-    return weighted(log_prob, of_labels), weighted(entropy, weights)
+    return log_prob, entropy
 
 
 _KL: Function = "kl_divergence"
@@ -553,21 +597,15 @@ def kl_divergence(
         also if of_classes else "",
     )
     view = RowView.of(logits.shape, checks.axes(_KL, axis, logits.shape, of="logits"))
-    dtype, positions = checks.arithmetic_dtype(logits.dtype, teacher.dtype), view.shape_of("stat")
-    mask, weights = masks(_KL, where, view, dtype, of="the positions'")
-    scale = scales.of_logits(_KL, logits_scale, positions, dtype, of="the positions'")
     options = LossOptions(
-        has_positions=weights is not None,
-        logits_scale=scale.number,
-        has_scale=scale.array is not None,
         logit_softcap=logit_softcap,
         teacher_dtype=teacher.dtype,
         teacher_softcap=teacher_logit_softcap,
         reverse=reverse,
     )
-    of_mask = None if mask is None else mask.shape
-    call = loss_call(_KL, options, logits.shape, logits.dtype, view.axes, of_mask, implementation)
-    counts = None if weights is None else counted(weights)
+    call, operands, weights = checked_call(
+        _KL, options, view, logits.dtype, where, logits_scale, implementation
+    )
     constant = jax.lax.stop_gradient(teacher)
-    (divergence,) = row_operations.run(call, logits, constant, mask, counts, scale.array)
-    return divergence if weights is None else weighted(divergence, weights)
+    (divergence,) = row_operations.run(call, logits, constant, *operands.values())
+    return weighted(divergence, weights)

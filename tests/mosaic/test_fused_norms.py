@@ -30,7 +30,7 @@ from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 
@@ -209,7 +209,7 @@ def test_values(family: str, direction: str, case: Any, given: dict[str, Any]) -
     check(spec, case.schedule_for(*given["mix"]))
 
 
-ROW_TILES = [ForwardSchedule("row_tile", 4, rows=8, params_first=first) for first in (True, False)]
+ROW_TILES = [TileSchedule("row_tile", 4, rows=8, params_first=first) for first in (True, False)]
 RINGS = (
     ((8, 1024), PipelinedRows(4, 1, stages=2)),
     ((16, 440), PipelinedNarrowRows(4, 32, rows=4, stages=2)),

@@ -21,7 +21,7 @@ from specs import BF16, F16, F32, changed
 from test_logits import check_overflowing_rows
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 BY_NAME = {case.name: case for case in CASES}
 
 
-def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
+def check(spec: Spec, schedule: TileSchedule | None, *operands: Any) -> None:
     """Assert that outputs and statistics are accurate.
 
     They may differ from a float64 reference by at most the bounds that `reference` returns.
@@ -159,8 +159,8 @@ def test_groups_of_rows(op: str, case: Case) -> None:
 def test_groups_that_no_tile_can_have() -> None:
     of_rows = make_spec("rms_norm", 30, 512, F32, F32, scale_groups=5)
     for schedule in (
-        ForwardSchedule("row_tile", 4, rows=4),  # rows 4 to 7 would span two groups
-        ForwardSchedule("pipelined_row", 4, slots=1, tiles=4, params_first=True),
+        TileSchedule("row_tile", 4, rows=4),  # rows 4 to 7 would span two groups
+        TileSchedule("pipelined_row", 4, slots=1, tiles=4, params_first=True),
     ):
         with pytest.raises(ValueError, match="of one group for rows of another"):
             schedule.rows_of(of_rows)
@@ -261,11 +261,11 @@ SPECIAL = {
 
 
 SPECIAL_CASES = [
-    Case("row_tile", 3, 440, ForwardSchedule("row_tile", 4, rows=1)),
-    Case("warpgroup_row", 3, 600, ForwardSchedule("warpgroup_row", 4)),
-    Case("split_row", 3, 1024, ForwardSchedule("split_row", 4, warpgroups=2)),
-    Case("split_row_tail", 3, 1100, ForwardSchedule("split_row", 4, warpgroups=2)),
-    Case("pipelined_row", 3, 2500, ForwardSchedule("pipelined_row", 4, slots=2, tiles=2)),
+    Case("row_tile", 3, 440, TileSchedule("row_tile", 4, rows=1)),
+    Case("warpgroup_row", 3, 600, TileSchedule("warpgroup_row", 4)),
+    Case("split_row", 3, 1024, TileSchedule("split_row", 4, warpgroups=2)),
+    Case("split_row_tail", 3, 1100, TileSchedule("split_row", 4, warpgroups=2)),
+    Case("pipelined_row", 3, 2500, TileSchedule("pipelined_row", 4, slots=2, tiles=2)),
 ]
 
 

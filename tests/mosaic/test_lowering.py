@@ -22,7 +22,7 @@ import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow
-from jaxnorm_kernels.mosaic.schedules.forward import TABLE, ForwardSchedule, choose
+from jaxnorm_kernels.mosaic.schedules.forward import TABLE, TileSchedule, choose
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.oldest_jax
@@ -70,11 +70,11 @@ def test_a_layout_that_does_not_fit_is_found() -> None:
     """
     spec = make_spec("softmax", 4, 512, BF16, BF16)
     with pytest.raises(ValueError, match="holds rows of"):
-        lower(spec, schedule=ForwardSchedule("warpgroup_row", 8))
+        lower(spec, schedule=TileSchedule("warpgroup_row", 8))
     with pytest.raises(ValueError, match="threads of one warp"):
-        lower(spec, schedule=ForwardSchedule("row_tile", 8, rows=2, threads=128))
+        lower(spec, schedule=TileSchedule("row_tile", 8, rows=2, threads=128))
     with pytest.raises(ValueError, match="height of 1 or"):
-        lower(spec, schedule=ForwardSchedule("row_tile", 8, rows=6))
+        lower(spec, schedule=TileSchedule("row_tile", 8, rows=6))
 
 
 #: The shapes of the benchmarks, odd shapes, shapes with few rows, and the shape of an array of more
@@ -264,7 +264,7 @@ def test_logits_give_way_to_their_gradient_on_explicit_axes(
 
 
 def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() -> None:
-    def layer_norm(rows: int, cols: int) -> ForwardSchedule:
+    def layer_norm(rows: int, cols: int) -> TileSchedule:
         return choose(make_spec("layer_norm", rows, cols, BF16, BF16), HOPPER)
 
     widest = layer_norm(1024, 131072)

@@ -2,7 +2,7 @@
 
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy import both, kl_divergence
-from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule, units_of
+from jaxnorm_kernels.mosaic.cross_entropy.passes import BACKWARD, units_of
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
@@ -35,11 +35,7 @@ _CANNOT: Table = (
     ),
     (
         f"its rows have more parts than the {_MAX_ROWS} blocks that 32-bit indices allow",
-        lambda s: (
-            s.direction == "bwd"
-            and s.is_loss
-            and s.rows * LossBackwardSchedule().parts(s) > _MAX_ROWS
-        ),
+        lambda s: s.direction == "bwd" and s.is_loss and s.rows * BACKWARD.parts(s) > _MAX_ROWS,
     ),
     (
         "only cross-entropy and KL divergence have one kernel for the forward and the backward "

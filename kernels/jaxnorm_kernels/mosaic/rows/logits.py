@@ -64,7 +64,7 @@ def shared_operands(spec: Spec) -> list[Shared | None]:
     return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
-def has_places(spec: Spec) -> bool:
+def depends_on_index(spec: Spec) -> bool:
     """Return True if the result of a row depends on its index in x, not only on its elements."""
     return spec.is_causal or bool(shared_operands(spec))
 
@@ -125,7 +125,7 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LogitRows:
     """The rows of x that a block processes, with their mask or bias.
 
     All of these rows belong to one run (see `run_of_rows`).
