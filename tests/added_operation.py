@@ -19,7 +19,7 @@ OPERATION = dataclasses.replace(
     OPERATIONS["norm"],
     operands=("x", "scale"),
     saves=("x", "x"),
-    keeps=("scale",),
+    also_saved=("scale",),
     statistics=("rstd",),
     through_h=(),
     has_kernels=False,

@@ -29,7 +29,7 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
         results = implementation.forward(given, spec, **schedule)
         return tuple(getattr(results, name) for name in (*operation.results, *statistics))
     x = ("x",) if operation.starts_from_x else ()
-    kept = (name for name in operation.keeps if name != "logits_scale")
+    kept = (name for name in operation.also_saved if name != "logits_scale")
     names = (*x, "saved", *statistics, *kept)
     residuals = Residuals(**dict(zip(names, operands)))
     of_results = dict.fromkeys(("y", *operation.results, "h"))
@@ -132,7 +132,7 @@ class KernelWorkload(Workload):
         dh = [of_rows(self.x_dtype)] if self._adds_dh else []
         x = [of_rows(self.x_dtype)] * operation.starts_from_x
         saved = of_rows(self.y_dtype if not spec.saves_input else self.x_dtype)
-        kept = map(operand, operation.keeps)
+        kept = map(operand, operation.also_saved)
         return (*x, saved, tuple(rstd), *kept, of_rows(self.y_dtype), *dh)
 
     @property

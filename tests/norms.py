@@ -271,7 +271,7 @@ def names_of(spec):
     x, stats = ["x"] * operation.starts_from_x, ["stats"] * bool(operation.statistics)
     others = [f"d{name}" for name in (*operation.results, "h") if name not in ("y", "h")]
     dh = ["dh"] * ("h" in spec.outputs)
-    kept = [name for name in operation.keeps if name != "logits_scale"]
+    kept = [name for name in operation.also_saved if name != "logits_scale"]
     return [*x, "saved", *stats, *kept, "dy", *others, *dh]
 
 

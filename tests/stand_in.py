@@ -69,7 +69,7 @@ class Kernels(StandIn):
         return launch
 
     def why_unsupported(self, spec: Any) -> str | None:
-        if getattr(spec, "plain", not spec.cols) or spec.cols_over:
+        if getattr(spec, "xla_only", not spec.cols) or spec.cols_over:
             return "only plain JAX"
         options = getattr(spec, "options", None)
         has_mask = isinstance(options, LogitsOptions) and options.has_mask

@@ -159,7 +159,7 @@ def test_names(added):
     )
     for choice in (plan.forward, plan.backward):
         assert choice.name == "xla"
-        assert "mosaic: there is no kernel of this operation yet" in choice.reason
+        assert "mosaic: there is no kernel for this operation yet" in choice.reason
     with pytest.raises(ValueError, match=r"^rms_norm_scaled: .*there is no kernel for this"):
         jaxnorm.rms_norm_scaled(*operands, implementation="mosaic")
 
@@ -230,7 +230,7 @@ def test_the_docs_have_the_names_of_the_table():
     }
     composed = {name for name, of, _ in rows if re.match(r"`\w*linear", of)}
     assert {*kept} == named | composed
-    assert [name for name in sorted(kept) if kept[name]] == remat._KEPT
+    assert [name for name in sorted(kept) if kept[name]] == remat._SAVED_NAMES
 
 
 def test_the_docs_say_what_the_table_s_entries_keep():

@@ -291,7 +291,7 @@ class Call:
         """
         operation = self.spec.operation
         x = ("x",) * operation.starts_from_x
-        return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
+        return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.also_saved))
 
     @functools.cached_property
     def _in_place(self) -> frozenset[str]:
@@ -318,8 +318,8 @@ class Call:
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
-        """A dict from each name in `Operation.keeps` to its index among the residuals."""
-        names = self.spec.operation.keeps
+        """A dict from each name in `Operation.also_saved` to its index among the residuals."""
+        names = self.spec.operation.also_saved
         return {name: i for i, name in enumerate(self.residual_names) if name in names}
 
     @functools.cached_property

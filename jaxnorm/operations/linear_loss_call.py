@@ -187,7 +187,9 @@ class LinearLossCall:
         names, loss = self.program.statistics, self.program.loss
         if loss is None or len(loss.returns) == 1:
             return ()
-        return tuple(n for n in names if n not in loss.returns or n in loss.spec.operation.keeps)
+        return tuple(
+            n for n in names if n not in loss.returns or n in loss.spec.operation.also_saved
+        )
 
     def tangent(self, wrt: Sequence[str]) -> Self:
         return dataclasses.replace(self, direction="tan", wrt=tuple(wrt))

@@ -30,7 +30,7 @@ from jaxnorm.meshes.sharding import Factors, Shards
 from jaxnorm.operations import linear_loss_call, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.primitives import remat
-from jaxnorm.primitives.recomputation import linear
+from jaxnorm.primitives.recomputation import linear_map
 from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 
 _GRADIENT = "jaxnorm_linear_gradient"
@@ -127,11 +127,11 @@ class LossRules(Rules[LinearLossCall]):
                 terms = jnp.where(gradient == 0, 0, terms)
             return jnp.sum(terms)
 
-        # With `linear`, JAX saves the gradient in the gradient's own dtype. If `inner_product` were
-        # called directly, JAX would instead save the result of the cast in `inner_product`: a copy
-        # of the gradient in the dtype of the total (usually float32).
+        # With `linear_map`, JAX saves the gradient in the gradient's own dtype. If `inner_product`
+        # were called directly, JAX would instead save the result of the cast in `inner_product`: a
+        # copy of the gradient in the dtype of the total (usually float32).
         terms = [
-            linear(functools.partial(inner_product, name), [of[name]], t)
+            linear_map(functools.partial(inner_product, name), [of[name]], t)
             for name, t in tangents.items()
         ]
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]

@@ -308,9 +308,9 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
         z = z + jnp.expand_dims(bias, range(z.ndim - 1))
     if layer.activation is None:
         return z.astype(layer.y_dtype)
-    kept = remat.name_of_linear("z", z.astype(layer.y_dtype))
+    rounded = remat.name_of_linear("z", z.astype(layer.y_dtype))
     activation = products.ACTIVATIONS[layer.activation]
-    return products.activated(activation, z, kept).astype(layer.y_dtype)
+    return products.activated(activation, z, rounded).astype(layer.y_dtype)
 
 
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:

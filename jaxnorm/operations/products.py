@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.primitives.recomputation import linear, with_tangent
+from jaxnorm.primitives.recomputation import linear_map, with_tangent
 
 #: Maps the names of activations, which users can pass, to functions of `jax.nn`. The functions are
 #: called with their default arguments.
@@ -152,7 +152,7 @@ def _product_tangent(
     dh is the tangent of h, which JAX has computed from the tangents of f's arguments. In the second
     term, h is recomputed from these arguments.
 
-    `linear` saves only its list of residuals: the original weight for the first term, and f's
+    `linear_map` saves only its list of residuals: the original weight for the first term, and f's
     arguments for the second. So neither h nor a cast or gathered copy of weight is saved.
     """
     (_, weight, *of_f), (dh, dweight, *_) = arrays, tangents
@@ -160,7 +160,7 @@ def _product_tangent(
     if dh is not None:
         # With a barrier, the backward pass would cast and gather weight again. Without one, XLA may
         # reuse the forward pass's copy, as in plain JAX.
-        along_h = linear(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
+        along_h = linear_map(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
         terms.append(along_h)
     if dweight is not None:
 
@@ -169,20 +169,20 @@ def _product_tangent(
             return options(f(*of_f), dweight, options.dtype)
 
         # Without the barrier, XLA could save the forward pass's h and use it here.
-        terms.append(linear(times_h, of_f, dweight, waiting=len(of_f)))
+        terms.append(linear_map(times_h, of_f, dweight, waiting=len(of_f)))
     return options.tangent(terms, result)
 
 
 def activated(
-    activation: Callable[[jax.Array], jax.Array], z: jax.Array, kept: jax.Array
+    activation: Callable[[jax.Array], jax.Array], z: jax.Array, rounded: jax.Array
 ) -> jax.Array:
-    """Return ``activation(z)``; save only `kept` for the backward pass.
+    """Return ``activation(z)``; save only `rounded` for the backward pass.
 
-    `kept` is z, rounded to the output's dtype. The derivative of the activation is evaluated at
-    `kept`.
+    `rounded` is z, rounded to the output's dtype. The derivative of the activation is evaluated at
+    `rounded`.
     """
     y = activation(z)
-    return with_tangent((_activated_tangent, activation), y, z, kept)
+    return with_tangent((_activated_tangent, activation), y, z, rounded)
 
 
 def _activated_tangent(
@@ -191,18 +191,18 @@ def _activated_tangent(
     arrays: Sequence[jax.Array],
     tangents: Sequence[Any],
 ) -> jax.Array | None:
-    (z, kept), (dz, _) = arrays, tangents
+    (z, rounded), (dz, _) = arrays, tangents
     if dz is None:
         return None
 
-    def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
-        return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
+    def tangent(rounded: jax.Array, dz: jax.Array) -> jax.Array:
+        return jax.jvp(activation, (rounded.astype(z.dtype),), (dz,))[1]
 
-    # `linear` is called without a barrier around `kept`, so that XLA can fuse this tangent with the
-    # computation of dz. In unrolled layers, a barrier would also change what XLA stores. In an MLP
-    # without a gate, XLA would store one array fewer. In a gated MLP, XLA would store one more: the
-    # gate, which it recomputes if there is no barrier.
-    return linear(tangent, [kept], dz)
+    # `linear_map` is called without a barrier around `rounded`, so that XLA can fuse this tangent
+    # with the computation of dz. In unrolled layers, a barrier would also change what XLA stores.
+    # In an MLP without a gate, XLA would store one array fewer. In a gated MLP, XLA would store one
+    # more: the gate, which it recomputes if there is no barrier.
+    return linear_map(tangent, [rounded], dz)
 
 
 # ------------------------------------------------------------------------------- the mesh

@@ -87,9 +87,11 @@ def compiled[**P, T](
 
         @functools.wraps(function)
         def explained(*arguments: P.args, **options: P.kwargs) -> T:
-            spelled = mistakes.respelled(function.__name__, parameters, options)
+            spelled: dict[str, Any] = options
+            if not options.keys() <= parameters.keys():
+                spelled = mistakes.respelled(function.__name__, parameters, options)
             try:
-                return call(*arguments, **spelled)  # type: ignore[arg-type]
+                return call(*arguments, **spelled)
             except (TypeError, ValueError) as error:
                 mistakes.explain(call, arguments, spelled, error)
                 raise
@@ -100,19 +102,19 @@ def compiled[**P, T](
 
 
 def alone(
-    primitive: Primitive, plain: Callable[..., Any], names: Callable[..., Sequence[str]]
+    primitive: Primitive, uncompiled: Callable[..., Any], names: Callable[..., Sequence[str]]
 ) -> Callable[..., Any]:
     """Return the function that evaluates a primitive outside `jax.jit`.
 
     The returned function compiles a program that consists of this primitive only. Under
-    `jax.disable_jit`, which exists to step through code, it runs `plain` instead. If JAX is
+    `jax.disable_jit`, which exists to step through code, it runs `uncompiled` instead. If JAX is
     configured to check for NaNs or infinities, such a value in a result raises the same error as
     for JAX's own primitives. The value -inf in the statistic ``log_sum`` is allowed, because a loss
     marks masked rows with it.
 
     Args:
       primitive: the primitive.
-      plain: function of the same arguments that computes the results in plain JAX.
+      uncompiled: function of the same arguments that computes the results in plain JAX.
       names: function of the primitive's static arguments that returns the names of its results.
     """
 
@@ -126,7 +128,7 @@ def alone(
 
     def run(*arrays: jax.Array, **static: Any) -> Any:
         if jax.config.jax_disable_jit:
-            return plain(*arrays, **static)
+            return uncompiled(*arrays, **static)
         return compiled_alone(**static)(*arrays)
 
     def implementation(*arrays: jax.Array, **static: Any) -> Any:
@@ -215,14 +217,14 @@ def _is_given(a: Any) -> bool:
     if _is_concrete(kind):
         return True
     if kind is np.ndarray:
-        return _keeps_value(a)
+        return _survives_conversion(a)
     if not issubclass(kind, jax.core.Tracer):
         return False
     is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
     return not is_checked and a.to_concrete_value() is not None
 
 
-def _keeps_value(a: np.ndarray) -> bool:
+def _survives_conversion(a: np.ndarray) -> bool:
     """Return True if `jax.jit` converts a NumPy array to a JAX array without changing its values.
 
     A call with any other array is not compiled: the public function converts the array, or raises
@@ -230,10 +232,10 @@ def _keeps_value(a: np.ndarray) -> bool:
     """
     if not a.dtype.isnative or a.dtype.kind not in "biuf" or a.dtype.itemsize > 8:
         return False
-    kept = jax.dtypes.canonicalize_dtype(a.dtype)
-    if kept == a.dtype:
+    converted = jax.dtypes.canonicalize_dtype(a.dtype)
+    if converted == a.dtype:
         return True
-    limits = np.iinfo(kept) if a.dtype.kind in "iu" and a.size else None
+    limits = np.iinfo(converted) if a.dtype.kind in "iu" and a.size else None
     return limits is not None and bool(limits.min <= a.min() and a.max() <= limits.max)
 
 

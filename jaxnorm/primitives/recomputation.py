@@ -17,9 +17,10 @@ these arrays earlier::
     dy = df(select(true, x, 0), ..., *arrays)(tangents)     a primitive, linear in tangents
     df(select(barrier(true, ct), x, 0), ...)^T(ct)          its transpose: the same primitive
 
-`linear` binds this primitive. Other JVP rules also use it. If a rule computes ``dy = f(residuals,
-dx)`` in plain JAX, JAX saves the residuals of each operation in f, such as a cast copy of a
-residual. With `linear`, JAX saves only `residuals`, and f's intermediates are recomputed from them.
+`linear_map` binds this primitive. Other JVP rules also use it. If a rule computes ``dy =
+f(residuals, dx)`` in plain JAX, JAX saves the residuals of each operation in f, such as a cast copy
+of a residual. With `linear_map`, JAX saves only `residuals`, and f's intermediates are recomputed
+from them.
 `jax.checkpoint` around f has the same effect, but under ``jax_remat3`` it has no transpose
 (``RematTraced must implement transpose``, jax 0.11.2 to 0.12.0.1).
 
@@ -128,7 +129,7 @@ def _tangent(
             f = functools.partial(_tangent_of_some, jaxpr, chosen, start, of_rows)
             # The bools of both terms differ: of two equal barriers, XLA would keep only one.
             residuals = [*arrays, np.bool_(of_rows)]
-            terms.append(linear(f, residuals, *_partition(chosen, tangents)[0], waiting=1))
+            terms.append(linear_map(f, residuals, *_partition(chosen, tangents)[0], waiting=1))
     return functools.reduce(jnp.add, terms) if terms else None
 
 
@@ -158,7 +159,7 @@ def _tangent_of_some(
 # ------------------------------------------------------------------ linear functions of tangents
 
 
-def linear(
+def linear_map(
     f: Function, residuals: Sequence[Any], *tangents: jax.Array, waiting: int = 0
 ) -> jax.Array:
     """Return ``f(*residuals, *tangents)``; only `residuals` are saved for its transpose.
@@ -186,12 +187,12 @@ def linear_program(
     *,
     waiting: int,
 ) -> list[jax.Array]:
-    """Return the results of a traced program, as `linear` does for a function.
+    """Return the results of a traced program, as `linear_map` does for a function.
 
     The program's arguments are `residuals` and `tangents`. It has no constants.
     """
     static = {"count": len(tangents), "waiting": waiting, "transposed": False}
-    results: list[jax.Array] = _linear_p.bind(*residuals, *tangents, jaxpr=program, **static)
+    results: list[jax.Array] = _linear_map_p.bind(*residuals, *tangents, jaxpr=program, **static)
     return results
 
 
@@ -213,7 +214,7 @@ def _bind(
     kept = [False] * len(operands) + [True] * len(along)
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
     of_waiting = used[len(operands) - waiting : len(operands)]
-    results: list[jax.Array] = _linear_p.bind(
+    results: list[jax.Array] = _linear_map_p.bind(
         *itertools.compress(operands, used),
         *along,
         jaxpr=ClosedJaxpr(jaxpr, []),
@@ -308,7 +309,7 @@ def _jvp(
     if any(not isinstance(t, ad.Zero) for t in of_residuals):
         # For second derivatives, differentiate the program in plain JAX. This saves more residuals.
         return jvp(jaxpr_as_fun(jaxpr), primals, tangents)
-    bind = functools.partial(_linear_p.bind, jaxpr=jaxpr, count=count, **static)
+    bind = functools.partial(_linear_map_p.bind, jaxpr=jaxpr, count=count, **static)
     return bind(*primals), bind(*primals[: len(of_residuals)], *map(ad.instantiate_zeros, along))
 
 
@@ -321,7 +322,7 @@ def _batch(
     """
     to = [batching.zero_if_mapped] * len(jaxpr.out_avals)
     batched, has_batch = batching.batch_jaxpr_axes(jaxpr, axis, dims, to)
-    results = _linear_p.bind(*arrays, jaxpr=batched, **static)
+    results = _linear_map_p.bind(*arrays, jaxpr=batched, **static)
     return results, [0 if is_batched else None for is_batched in has_batch]
 
 
@@ -331,17 +332,17 @@ def _batch(
 #     transposed=False    (*residuals, *tangents) -> result
 #     transposed=True     (*residuals, *results' cotangents) -> tangents' cotangents
 #
-# If `transposed` is True, the last `waiting` residuals are behind a barrier (see `linear`).
-_linear_p = Primitive("jaxnorm.linear")
-_linear_p.multiple_results = True
-_linear_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
-_linear_p.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
-mlir.register_lowering(_linear_p, mlir.lower_fun(_run))
+# If `transposed` is True, the last `waiting` residuals are behind a barrier (see `linear_map`).
+_linear_map_p = Primitive("jaxnorm.linear_map")
+_linear_map_p.multiple_results = True
+_linear_map_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+_linear_map_p.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
+mlir.register_lowering(_linear_map_p, mlir.lower_fun(_run))
 # JAX calls this rule before it lowers a program with high-level primitives, as with ``jax_remat3``.
-_linear_p.to_lojax = _run  # type: ignore[method-assign]
-ad.primitive_jvps[_linear_p] = with_wide_types(_jvp)
-ad.primitive_transposes[_linear_p] = with_wide_types(_transpose)
-batching.fancy_primitive_batchers[_linear_p] = with_wide_types(_batch)
+_linear_map_p.to_lojax = _run  # type: ignore[method-assign]
+ad.primitive_jvps[_linear_map_p] = with_wide_types(_jvp)
+ad.primitive_transposes[_linear_map_p] = with_wide_types(_transpose)
+batching.fancy_primitive_batchers[_linear_map_p] = with_wide_types(_batch)
 private_jax.batch_custom_vjps()
 
 

@@ -31,7 +31,7 @@ _PREACTIVATION = "jaxnorm_preactivation"
 
 # `save_policy` saves arrays with these names: the norms' outputs and all row statistics. The output
 # of a softmax is not saved, because it is as large as the attention matrix.
-_KEPT = sorted(
+_SAVED_NAMES = sorted(
     {
         name
         for operation in OPERATIONS.values()
@@ -54,7 +54,7 @@ _KEPT = sorted(
 #:
 #: The policy is the return value of ``save_only_these_names``, which is a function or, depending on
 #: the version of JAX, data. Pass it to JAX, and do not call it.
-save_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
+save_policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES)
 
 
 def names(call: Call) -> list[str | None]:

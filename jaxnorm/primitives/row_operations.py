@@ -85,7 +85,7 @@ class _RowRules(Rules[Call]):
         platforms = ctx.platforms or ctx.module_context.platforms
         axes = ctx.module_context.axis_context
         whole = auto_axes.are_whole(axes)
-        name = "xla" if call.spec.plain else _chosen_implementation(ctx, call, platforms)
+        name = "xla" if call.spec.xla_only else _chosen_implementation(ctx, call, platforms)
         if call.spec.returns_both and not (whole and call.has_one_kernel(name)):
             return functools.partial(call.in_two_passes, self.bind)
         if name == "xla":

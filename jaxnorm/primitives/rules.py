@@ -254,8 +254,8 @@ class Rules[P: Pass]:
         """
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
-            plain = functools.partial(self.anywhere, self.differentiated, call)
-            _, tangents_out = jvp(plain, primals, tangents)
+            function = functools.partial(self.anywhere, self.differentiated, call)
+            _, tangents_out = jvp(function, primals, tangents)
         eager.check(f"a derivative of {call.function}", call.returns, tangents_out)
         return results, tangents_out
 

@@ -141,7 +141,7 @@ class Operation:
         array.
       starts_from_x: True if the derivative takes x in addition to the saved array. This is so in
         operations that normalise x, or multiply it by branch_scale, before they add the residual.
-      keeps: names of other operands and results that are also saved for the derivative.
+      also_saved: names of other operands and results that are also saved for the derivative.
       constants: names of operands that are treated as constants. They have no tangent, although
         other operands of the same kind may have one.
       through_h: names of the operands whose gradients depend on h's cotangent. A plain norm has no
@@ -161,7 +161,7 @@ class Operation:
     operands: tuple[str, ...]
     results: Mapping[str, Kind]
     saves: tuple[str, str]
-    keeps: tuple[str, ...]
+    also_saved: tuple[str, ...]
     constants: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     starts_from_x: bool = False
@@ -197,7 +197,7 @@ _SOFTMAX = Operation(
     operands=("x", "mask", "logits_bias", "logits_scale"),
     results={"y": "array"},
     saves=("y", "y"),
-    keeps=("mask", "logits_scale"),
+    also_saved=("mask", "logits_scale"),
     out_name="jaxnorm_softmax_out",
 )
 
@@ -206,7 +206,7 @@ _NORM = Operation(
     operands=("x", "scale", "bias"),
     results={"y": "array"},
     saves=("y", "x"),
-    keeps=("scale", "bias"),
+    also_saved=("scale", "bias"),
     statistics=("rstd", "mean"),
     through_h=("x",),
     norms=("last",),
@@ -220,7 +220,7 @@ _LOSS = Operation(
     results={"y": "stat"},
     saves=("x", "x"),
     # positions is not saved. The derivative recognises masked positions by log_sum = -inf.
-    keeps=("labels", "mask", "logits_scale"),
+    also_saved=("labels", "mask", "logits_scale"),
     statistics=("max", "log_sum"),
     statistics_name="jaxnorm_lse",
 )
@@ -232,19 +232,19 @@ OPERATIONS: dict[Op, Operation] = {
     "log_prob_and_entropy": dataclasses.replace(
         _LOSS,
         results={"y": "stat", "entropy": "stat"},
-        keeps=("labels", "mask", "logits_scale", "entropy"),
+        also_saved=("labels", "mask", "logits_scale", "entropy"),
     ),
     "log_probs_and_entropy": dataclasses.replace(
         _LOSS,
         operands=("x", "candidates", "mask", "positions", "logits_scale"),
         results={"y": "candidate", "entropy": "stat"},
-        keeps=("candidates", "mask", "logits_scale", "entropy"),
+        also_saved=("candidates", "mask", "logits_scale", "entropy"),
         has_kernels=False,
     ),
     "kl_divergence": dataclasses.replace(
         _LOSS,
         operands=("x", "teacher_logits", "mask", "positions", "logits_scale"),
-        keeps=("teacher_logits", "mask", "logits_scale", "y"),
+        also_saved=("teacher_logits", "mask", "logits_scale", "y"),
         constants=("teacher_logits",),
         statistics=("max", "log_sum", "teacher_max", "teacher_log_sum"),
     ),
@@ -260,7 +260,7 @@ OPERATIONS: dict[Op, Operation] = {
         _NORM,
         operands=("x", "residual", "scale"),
         saves=("x", "x"),
-        keeps=("scale",),
+        also_saved=("scale",),
         statistics=("rstd",),
         through_h=(),  # in this operation, the sum is the result y, and there is no h
         norms=("first",),
@@ -271,7 +271,7 @@ OPERATIONS: dict[Op, Operation] = {
         operands=("x", "residual", "scale", "next_scale"),
         results={"y": "array", "h": "array"},
         saves=("y", "h"),
-        keeps=("scale", "next_scale"),
+        also_saved=("scale", "next_scale"),
         statistics=("rstd", "next_rstd"),
         starts_from_x=True,
         through_h=("x", "residual", "scale"),
@@ -282,14 +282,14 @@ OPERATIONS: dict[Op, Operation] = {
         operands=("x", "residual", "scale", "bias", "branch_scale"),
         results={"y": "array", "h": "array"},
         saves=("y", "h"),
-        keeps=("scale", "bias", "branch_scale"),
+        also_saved=("scale", "bias", "branch_scale"),
         starts_from_x=True,
         through_h=("x", "residual", "branch_scale"),
     ),
     "norm_rope": dataclasses.replace(
         _NORM,
         operands=("x", "scale", "cos", "sin"),
-        keeps=("scale", "cos", "sin"),
+        also_saved=("scale", "cos", "sin"),
         statistics=("rstd",),
         through_h=(),
     ),
@@ -297,7 +297,7 @@ OPERATIONS: dict[Op, Operation] = {
         _NORM,
         operands=("x", "gate", "scale"),
         saves=("x", "x"),  # the gradient of the gate cannot be computed from y
-        keeps=("gate", "scale"),
+        also_saved=("gate", "scale"),
         statistics=("rstd",),
         through_h=(),
     ),

@@ -25,7 +25,7 @@ NO_KERNEL: Table = (
     (
         "only plain JAX computes tangents, second derivatives, gradients of rotary tables, and "
         "sums whose norm is not used",
-        lambda s: s.plain,
+        lambda s: s.xla_only,
     ),
     (
         "its softmax kernels need a scale that is a number, and scale is an array",

@@ -382,13 +382,13 @@ class Spec:
         return self._dtypes_of_arrays(self.operation.operands)
 
     @functools.cached_property
-    def kept_dtypes(self) -> list[np.dtype]:
+    def also_saved_dtypes(self) -> list[np.dtype]:
         """Dtypes of the arrays that the derivative takes in addition to `Residuals.saved`.
 
         Only arrays that have x's shape are included.
         """
         x = ("x",) * (self.dtype("branch_scale") is not None)
-        return self._dtypes_of_arrays((*x, *self.operation.keeps))
+        return self._dtypes_of_arrays((*x, *self.operation.also_saved))
 
     @functools.cached_property
     def operand_waits(self) -> bool:
@@ -574,7 +574,7 @@ class Spec:
         return self.logits.has_scale or abs(self.logits.logits_scale) > 1
 
     @functools.cached_property
-    def plain(self) -> bool:
+    def xla_only(self) -> bool:
         """True if only the xla implementation has this pass."""
         takes_stats = self.direction == "bwd" and self.has_stats
         is_derivative = self.direction == "tan" or takes_stats or self.returns_tables

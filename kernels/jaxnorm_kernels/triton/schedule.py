@@ -154,7 +154,7 @@ class Line:
         if it is only for other rows, None if it is for both.
       itemsize: if not None, the line is only for elements of this many bytes. In a forward pass,
         this is the largest element size of the operands that have x's shape. In a backward pass, it
-        is the largest element size of dy and of the arrays in `Spec.kept_dtypes`.
+        is the largest element size of dy and of the arrays in `Spec.also_saved_dtypes`.
     """
 
     cols: int | None
@@ -173,10 +173,10 @@ class Line:
         """Return True if this line of a schedule table applies to the call `spec`."""
         read, held = spec.operand_dtypes, spec.cols
         if spec.direction == "bwd":
-            read = [spec.y_dtype, *spec.kept_dtypes]
+            read = [spec.y_dtype, *spec.also_saved_dtypes]
             # The tables assume that a backward pass loads two arrays of x's shape. If it loads a
             # third array, a row needs 1.5 times as many registers, as if it were 1.5 times as long.
-            held += held // 2 * len(spec.kept_dtypes)
+            held += held // 2 * len(spec.also_saved_dtypes)
         elif len(spec.norms) > 1:
             held += held // 16  # Between two norms, a few more registers are in use.
         itemsize = max(dtype.itemsize for dtype in read)
@@ -497,7 +497,7 @@ def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
         # cos and sin together have as many values as an array of x's shape, because each of them
         # has one value for each pair of columns.
         dh = spec.last.x_dtype if "h" in spec.outputs else None
-        read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.dtype("cos")]
+        read = [saved, *spec.also_saved_dtypes, spec.y_dtype, dh, spec.dtype("cos")]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile
     return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))
 

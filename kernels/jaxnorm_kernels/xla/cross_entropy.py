@@ -102,9 +102,9 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
     is_class, label = label >= 0, jnp.maximum(label, 0)
     at_label = columns(x.shape, spec) == label
-    kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
+    masked_x = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # x need not be converted first, because the maximum is exact in the dtype of x.
-    m = row_max(kept, spec).astype(spec.compute_dtype)
+    m = row_max(masked_x, spec).astype(spec.compute_dtype)
     has_entry = None if mask is None else row_any(mask, x, spec)
     if positions is not None:
         positions = jnp.expand_dims(positions, spec.axes)
@@ -112,12 +112,12 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     if has_entry is not None:
         m = jnp.where(has_entry, m, 0)
     # If all unmasked logits of a row are -inf, the loss is NaN, because m - m = -inf + inf = NaN.
-    others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec, scale)
+    others, x_l, masked_x_l, *rest = label_sums(x, masked_x, m, label, at_label, spec, scale)
     d = f_times(m - x_l, scale, spec)
     # s is the sum of `others` and the label's term exp(z_label - m), where z are the logits. log1p
     # takes s - 1, which is computed as `others` + `own`. So `own` is the label's term minus 1. If
     # the label's column is masked, the term is 0, and `own` is -1.
-    own = jnp.expm1(f_times(kept_l - m, scale, spec))
+    own = jnp.expm1(f_times(masked_x_l - m, scale, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
     if a:
@@ -191,16 +191,16 @@ def probabilities(
     x = g(x, scale, spec)
 
     def made_again() -> jax.Array:
-        kept = has_entry if mask is None else has_entry & mask
+        is_unmasked = has_entry if mask is None else has_entry & mask
         # Mask the argument of the exponential, so that second derivatives are 0 in masked entries
         # and not NaN.
         depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
-        return jnp.exp(jnp.where(kept, depth - log_s, -jnp.inf))
+        return jnp.exp(jnp.where(is_unmasked, depth - log_s, -jnp.inf))
 
     def from_the_forward() -> jax.Array:
-        kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
-        at = jnp.exp(f_times(at_column(kept, label) - m, scale, spec))
-        others = exponentials_but_label(kept, m, label, scale, spec)
+        masked_x = x if mask is None else jnp.where(mask, x, -jnp.inf)
+        at = jnp.exp(f_times(at_column(masked_x, label) - m, scale, spec))
+        others = exponentials_but_label(masked_x, m, label, scale, spec)
         return jnp.exp(-log_s) * jnp.where(at_label, at, others)
 
     if shares_exponentials(spec):
@@ -262,7 +262,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
     The argument `x` is not the array z = f * g, but the array g. `label_sums` defines f and g. `m`
     is the maximum of g in each row.
     """
-    kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
+    masked_x = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
     scale = scale_of(operands.logits_scale, spec)
 
     def depth(x: jax.Array, m: jax.Array) -> jax.Array:
@@ -277,7 +277,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return e * jnp.maximum(depth, _NO_TERM)
 
     def in_one() -> jax.Array:
-        of_all = depth(kept, m)
+        of_all = depth(masked_x, m)
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
@@ -286,12 +286,12 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         Without the barrier, XLA would store x - m in the forward pass in order to reuse it in the
         backward pass.
         """
-        of_all = depth(*lax.optimization_barrier((kept, m)))
+        of_all = depth(*lax.optimization_barrier((masked_x, m)))
         if not (spec.has_stats and shares_exponentials(spec)):
             return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
         column = jnp.maximum(label_of(operands.labels, spec), 0)
-        others = term(exponentials_but_label(kept, m, column, scale, spec), of_all)
-        own = depth(at_column(kept, column), m)
+        others = term(exponentials_but_label(masked_x, m, column, scale, spec), of_all)
+        own = depth(at_column(masked_x, column), m)
         return jnp.sum(others, -1, keepdims=True) + term(jnp.exp(own), own)
 
     total = lax.platform_dependent(cpu=beside_the_backward, default=in_one)

@@ -106,9 +106,9 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     found = []
     for x, cap in _inputs(student, teacher, spec):
         z = _logits(x, cap, operands.logits_scale, spec)
-        kept = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
+        masked_x = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
         # g need not be converted first, because the maximum is exact in the dtype of g.
-        m = row_max(kept, spec).astype(spec.compute_dtype)
+        m = row_max(masked_x, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
         # Without this barrier, XLA on a CPU would fuse the differences g - m with the maximum m,
@@ -238,8 +238,8 @@ def _distributions(residuals: Residuals, spec: Spec) -> _Distributions:
     inputs = _inputs(residuals.saved, residuals.teacher_logits, spec)
     for (x, cap), (m, _) in zip(inputs, statistics):
         # The logits of masked entries may be NaN, but their derivatives must be 0.
-        kept = jnp.where(takes_part, x, 0) if is_masked else x
-        z = _logits(kept, cap, residuals.logits_scale, spec)
+        masked_x = jnp.where(takes_part, x, 0) if is_masked else x
+        z = _logits(masked_x, cap, residuals.logits_scale, spec)
         depths.append(_Depths(z.below(m, takes_part), z.factor))
         slopes.append(z.slope)
     of_q, of_p = depths

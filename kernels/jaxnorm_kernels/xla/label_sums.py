@@ -139,7 +139,7 @@ _UNROLLED = 16
 
 def label_sums(
     x: jax.Array,
-    kept: jax.Array,
+    masked_x: jax.Array,
     m: jax.Array,
     label: jax.Array,
     at_label: jax.Array,
@@ -150,28 +150,28 @@ def label_sums(
 
     * `others`, the sum of exponentials without the label's term (see the module docstring)
     * the element of `x` in the label's column
-    * the element of `kept` in the label's column
+    * the element of `masked_x` in the label's column
     * only with label smoothing: sum(x - m)
 
     Args:
       x: logits, of any dtype. Each sum converts them to the arithmetic dtype separately, because
         XLA on a CPU would store a conversion that several sums share.
-      kept: x, with -inf in masked columns.
-      m: the maximum of `kept`, in the arithmetic dtype. The results have this dtype too.
+      masked_x: x, with -inf in masked columns.
+      m: the maximum of `masked_x`, in the arithmetic dtype. The results have this dtype too.
       label: the column of the row's label. If it is -1, the results are arbitrary.
       at_label: a mask of x's shape, True in the label's column.
       scale: the scale a of the logits. If it is None, `LogitsOptions.logits_scale` is used.
     """
     scale = spec.logits.logits_scale if scale is None else scale
-    masked, wide = kept is not x, spec.compute_dtype
-    picked = [x, kept] if masked else [x]
+    masked, wide = masked_x is not x, spec.compute_dtype
+    picked = [x, masked_x] if masked else [x]
 
     def even(x: jax.Array, m: jax.Array) -> list[jax.Array]:
         return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
         """Return the terms of each sum, as a list of arrays with the shape of x."""
-        terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, scale, spec)))
+        terms = jnp.where(at_label, 0, jnp.exp(f_times(masked_x.astype(wide) - m, scale, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
     def in_one() -> list[jax.Array]:
@@ -181,9 +181,11 @@ def label_sums(
         index = jnp.maximum(label, 0)
         lane = lane_size(x.shape[-1]) if _is_last_and_whole(spec) else None
         if spec.has_stats and shares_exponentials(spec):
-            others = jnp.sum(exponentials_but_label(kept, m, index, scale, spec), -1, keepdims=True)
+            others = jnp.sum(
+                exponentials_but_label(masked_x, m, index, scale, spec), -1, keepdims=True
+            )
         elif lane is not None:
-            others = _others(kept, m, index, lane, scale, spec)
+            others = _others(masked_x, m, index, lane, scale, spec)
         else:
             return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in compared()]
         return [

@@ -118,10 +118,10 @@ def _probabilities(
         x = jnp.where(takes_part, x, 0)
     x = g(x, scale, spec)
     depth = f_times(x.astype(spec.compute_dtype) - m, scale, spec)
-    kept = has_entry if mask is None else has_entry & mask
+    is_unmasked = has_entry if mask is None else has_entry & mask
     # Mask the argument of the exponential, so that second derivatives are 0 in masked entries and
     # not NaN.
-    log_p = jnp.where(kept, depth - jnp.where(has_entry, log_s, 0), -jnp.inf)
+    log_p = jnp.where(is_unmasked, depth - jnp.where(has_entry, log_s, 0), -jnp.inf)
     return x, jnp.exp(log_p), has_entry, takes_part
 
 
@@ -138,8 +138,8 @@ def _largest_column(operands: Operands, spec: Spec) -> jax.Array:
     """
     (x,), spec = cross_entropy.without_padding([operands.x], spec)
     x = oriented(x, scale_of(operands.logits_scale, spec))
-    kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
-    is_largest = kept == row_max(kept, spec)
+    masked_x = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
+    is_largest = masked_x == row_max(masked_x, spec)
     columns = jnp.where(is_largest, cross_entropy.columns(x.shape, spec), _NO_COLUMN)
     first = jnp.min(columns, axis=spec.axes, initial=_NO_COLUMN)
     return lax.pmin(first, spec.cols_over) if spec.cols_over else first

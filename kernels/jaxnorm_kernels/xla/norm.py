@@ -416,5 +416,5 @@ def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
     """Return the statistics that the spec requests. The normalised axes are removed."""
     if not spec.has_stats:
         return ()
-    kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
-    return tuple(jnp.squeeze(stat, spec.axes) for stat in kept)
+    saved = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
+    return tuple(jnp.squeeze(stat, spec.axes) for stat in saved)

@@ -149,11 +149,15 @@ def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     axes, lacking = _axes_of_parameter(parameter, v, spec)
     shared = [axis for axis, size in zip(axes, parameter.shape) if size == 1]
     total = jnp.sum(v, axis=tuple(lacking))
-    kept = sorted(axes)
-    shared = [kept.index(axis) for axis in shared]
+    remaining = sorted(axes)
+    shared = [remaining.index(axis) for axis in shared]
     if shared:
         total = jnp.sum(total, axis=tuple(shared), keepdims=True)
-    return total if axes == kept else jnp.transpose(total, [kept.index(axis) for axis in axes])
+    return (
+        total
+        if axes == remaining
+        else jnp.transpose(total, [remaining.index(axis) for axis in axes])
+    )
 
 
 def _axes_of_parameter(

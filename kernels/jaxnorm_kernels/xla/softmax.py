@@ -40,21 +40,21 @@ from jaxnorm_kernels.xla.reductions import (
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """Return the softmax y in ``spec.y_dtype``. It is 0 for masked entries."""
-    kept, z = _logits(operands, spec)
+    unmasked, z = _logits(operands, spec)
     e = jnp.exp(z - row_max(z, spec))
     total = row_sum(e, spec)
     y = (e / total).astype(spec.y_dtype)
-    if kept is None or not spec.drops_masked:
+    if unmasked is None or not spec.drops_masked:
         return Results(y)
     return Results(_without_masked_nan(y, operands.mask, spec))
 
 
 def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Return the tangent of the softmax y, computed from y and the operands' tangents."""
-    y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
-    along = _jacobian(y, _tangent(residuals, tangents, spec), kept, spec)
+    y, unmasked = residuals.saved, _unmasked(residuals.mask, residuals.saved.shape, spec)
+    along = _jacobian(y, _tangent(residuals, tangents, spec), unmasked, spec)
     if spec.drops_masked:
-        along = _masked(along, kept, spec)
+        along = _masked(along, unmasked, spec)
     return Results(along.astype(spec.y_dtype))
 
 
@@ -64,9 +64,9 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
     They are computed from the saved y = softmax(z).
     """
     y, dy = residuals.saved, cotangents.y
-    kept = _kept(residuals.mask, y.shape, spec)
-    dz = _jacobian(y, dy, kept if spec.drops_masked else None, spec)
-    return _gradients(_masked(dz, kept, spec), residuals, spec)
+    unmasked = _unmasked(residuals.mask, y.shape, spec)
+    dz = _jacobian(y, dy, unmasked if spec.drops_masked else None, spec)
+    return _gradients(_masked(dz, unmasked, spec), residuals, spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
@@ -76,10 +76,10 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     total = sum_apart(jnp.exp(_logits(operands._replace(x=x), spec)[-1] - m), spec)
     # On a CPU, computing z - m twice is faster than storing it.
     x, m = read_again((x, m))
-    kept, z = _logits(operands._replace(x=x), spec)
+    unmasked, z = _logits(operands._replace(x=x), spec)
     y = z - m - jnp.log(total)
-    if kept is not None:
-        y = jnp.where(kept, y, -jnp.inf)  # y may be NaN there; see `_without_masked_nan`
+    if unmasked is not None:
+        y = jnp.where(unmasked, y, -jnp.inf)  # y may be NaN there; see `_without_masked_nan`
     return Results(y.astype(spec.y_dtype))
 
 
@@ -89,10 +89,10 @@ def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Op
     They are computed from the saved y = log_softmax(z).
     """
     y, dy = residuals.saved, cotangents.y
-    kept = _kept(residuals.mask, y.shape, spec)
-    dy, total = read_again((dy, row_sum(_masked(dy, kept, spec), spec)))
-    dz = _masked(dy, kept, spec) - jnp.exp(y.astype(spec.compute_dtype)) * total
-    return _gradients(_masked(dz, kept, spec), residuals, spec)
+    unmasked = _unmasked(residuals.mask, y.shape, spec)
+    dy, total = read_again((dy, row_sum(_masked(dy, unmasked, spec), spec)))
+    dz = _masked(dy, unmasked, spec) - jnp.exp(y.astype(spec.compute_dtype)) * total
+    return _gradients(_masked(dz, unmasked, spec), residuals, spec)
 
 
 FORMULAS: dict[Op, Formulas] = {
@@ -101,23 +101,23 @@ FORMULAS: dict[Op, Formulas] = {
 }
 
 
-def _jacobian(y: jax.Array, v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
+def _jacobian(y: jax.Array, v: jax.Array, unmasked: jax.Array | None, spec: Spec) -> jax.Array:
     """Return the product of softmax's Jacobian (which is symmetric) and v.
 
-    Entries of v for which `kept` is False count as 0. On a CPU, v is masked where it is used.
+    Entries of v for which `unmasked` is False count as 0. On a CPU, v is masked where it is used.
     Without the first call of `read_again`, XLA would mask v before the forward pass and store the
     masked array. This takes longer, because memory must be allocated for it.
     """
     y, v = read_again((y, v))
     if not spec.renormalises:
-        y, v = y.astype(spec.compute_dtype), _masked(v, kept, spec)
+        y, v = y.astype(spec.compute_dtype), _masked(v, unmasked, spec)
         return y * (v - sum_apart(v * y, spec))
     weight = partial_sum(y.astype(spec.compute_dtype), spec)
     y, v, weight = read_again((y, v, weight))
-    total = partial_sum(y.astype(spec.compute_dtype) * _masked(v, kept, spec), spec)
+    total = partial_sum(y.astype(spec.compute_dtype) * _masked(v, unmasked, spec), spec)
     total, weight = over_shards([total, weight], spec)
     y, v, mean = read_again((y, v, total / jnp.where(weight == 0, 1, weight)))
-    return y.astype(spec.compute_dtype) * (_masked(v, kept, spec) - mean)
+    return y.astype(spec.compute_dtype) * (_masked(v, unmasked, spec) - mean)
 
 
 def _tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> jax.Array:
@@ -150,7 +150,7 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
     entries, z is `SoftmaxOptions.masked_logit`.
     """
     x, bias = operands.x, operands.logits_bias
-    kept = _kept(operands.mask, x.shape, spec)
+    unmasked = _unmasked(operands.mask, x.shape, spec)
     x = x.astype(spec.compute_dtype)
     z = times(x, scale_of(operands.logits_scale, spec))
     if spec.scale_may_overflow:
@@ -160,10 +160,10 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
         z = jnp.clip(z, jnp.minimum(x, info.min), jnp.maximum(x, info.max))
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
-    return kept, z if kept is None else jnp.where(kept, z, spec.softmax.masked_logit)
+    return unmasked, z if unmasked is None else jnp.where(unmasked, z, spec.softmax.masked_logit)
 
 
-def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
+def _unmasked(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
     """Return a mask that is True for unmasked entries, or None if all entries are unmasked.
 
     The mask broadcasts to x's shape.
@@ -197,8 +197,8 @@ def _without_masked_nan(y: jax.Array, mask: jax.Array | None, spec: Spec) -> jax
     """
 
     def masked(y: jax.Array) -> jax.Array:
-        kept = _kept(mask, y.shape, spec)
-        return y if kept is None else jnp.where(kept, y, 0)
+        unmasked = _unmasked(mask, y.shape, spec)
+        return y if unmasked is None else jnp.where(unmasked, y, 0)
 
     def masked_if_nan(y: jax.Array) -> jax.Array:
         axes = [axis % y.ndim for axis in spec.axes]
@@ -208,7 +208,7 @@ def _without_masked_nan(y: jax.Array, mask: jax.Array | None, spec: Spec) -> jax
     return lax.platform_dependent(y, cpu=masked_if_nan, default=masked)
 
 
-def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
+def _masked(v: jax.Array, unmasked: jax.Array | None, spec: Spec) -> jax.Array:
     """Return v with masked entries set to 0, even if they are infinite or NaN.
 
     Cotangents are masked before any multiplication, because 0 * inf would make the row NaN.
@@ -216,4 +216,4 @@ def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
     element of the row is NaN, the sum is NaN, and the multiplication makes masked entries NaN, too.
     """
     v = v.astype(spec.compute_dtype)
-    return v if kept is None else jnp.where(kept, v, 0)
+    return v if unmasked is None else jnp.where(unmasked, v, 0)

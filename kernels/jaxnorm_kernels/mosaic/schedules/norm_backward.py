@@ -132,7 +132,7 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
     # A call with a third row input (a gate, or x in a scaled sum) also has a second result per
     # element. These arrays take many registers, so a stage should contain only one tile of rows.
-    is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
+    is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.also_saved_dtypes)
     stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
     while rows > ring.height and rows > _rows(spec):
@@ -156,7 +156,7 @@ def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
     part = spec.cols // cluster
     part_bytes = part * _column_bytes(spec)
     rows = 2 if len(spec.norms) < 2 and part_bytes <= _TWO_ROWS_BYTES else 1
-    written = sum(dtype.itemsize for dtype in (spec.x_dtype, *spec.kept_dtypes))
+    written = sum(dtype.itemsize for dtype in (spec.x_dtype, *spec.also_saved_dtypes))
     step_bytes = rows * (part_bytes + part * written)
     shapes = [(2, 1), (4, 1)]
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
@@ -214,7 +214,7 @@ def _registers(spec: Spec, width: int) -> int:
     held += spec.norm.branch_scale_dtype is not None
     # Two norms need about twice as many registers per column as one norm.
     of_column = (len(param_sizes(spec)) + held) * len(spec.norms)
-    others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
+    others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.also_saved_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
 
 
@@ -237,7 +237,13 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype
     x = [spec.x_dtype] * (len(spec.norms) > 1)
-    return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * ("h" in spec.outputs)]
+    return [
+        *x,
+        saved,
+        *spec.also_saved_dtypes,
+        spec.y_dtype,
+        *[last.x_dtype] * ("h" in spec.outputs),
+    ]
 
 
 def _rows(spec: Spec) -> int:
