@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.against_plain`` takes three minutes on an H200. The other suites time each
 operation on large arrays whose rows are multiples of 16 bytes. This module times calls where plain
-JAX may be faster: rows of odd lengths, arrays as scales, attention over few keys, and calls inside
-`jax.vmap` and `jax.lax.scan`. Each call has several variants, such as the default and a given
+JAX may be faster: rows of odd lengths, attention over few keys, and calls inside `jax.vmap` and
+`jax.lax.scan`. Each call has several variants, such as the default and a given
 implementation. A ratio is the time of a variant, divided by the time of plain JAX, so a number
 above 1 means that plain JAX is faster.
 """
@@ -69,12 +69,6 @@ def _attention(softmax: Function, query: Any, key: Any, value: Any) -> Any:
     return jnp.einsum("bhqk,bkhd->bqhd", softmax(logits), value)
 
 
-def _attention_of_heads(softmax: Function, query: Any, key: Any, value: Any) -> Any:
-    """Attend with heads before positions, and scale the logits."""
-    logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) * 64**-0.5
-    return jnp.einsum("bhqk,bhkd->bhqd", softmax(logits), value)
-
-
 def _scan_of(add_norm: Function, x: Any, residual: Any, scale: Any, *, steps: int) -> Any:
     """Add the norm of the last step to the residual stream, and normalise the sum."""
 
@@ -93,13 +87,20 @@ def _with(plain: Function, function: Function, *names: str) -> dict[str, Functio
 _PLAIN_ADD_NORM = variants.add_then(variants.rms_norm)
 
 
+def _sum(add_norm: Function, x: Any, residual: Any, scale: Any) -> Any:
+    return add_norm(x, residual, scale=scale)
+
+
 def _norms(dtype: str, rows: int, cols: int) -> Cases:
     x, shape = ((rows, cols), dtype), f"{dtype} {rows}x{cols}"
     # A kernel of the backward pass exists only for rows in multiples of 16 bytes.
     names = ("xla",) if cols * ITEMSIZE[dtype] % 16 else ("xla", "mosaic")
     rms = _with(variants.rms_norm, jaxnorm.rms_norm, *names)
     layer = _with(variants.layer_norm, jaxnorm.layer_norm, *names)
-    sums = _with(_PLAIN_ADD_NORM, jaxnorm.add_rms_norm, *names)
+    sums = {
+        name: functools.partial(_sum, add_norm)
+        for name, add_norm in _with(_PLAIN_ADD_NORM, jaxnorm.add_rms_norm, *names).items()
+    }
     return {
         f"rms_norm {shape}": Case((x,), rms, ((cols,),), (0, 1)),
         f"layer_norm {shape}": Case((x,), layer, ((cols,),) * 2, (0, 1, 2)),
@@ -121,54 +122,13 @@ def _softmaxes(dtype: str, rows: int, cols: int, to: str = "") -> Cases:
 def _attentions(batch: int, heads: int, length: int) -> Cases:
     """Attention of a vision transformer, whose number of keys is a square plus 1."""
 
-    def of(attention: Function, shape: Shape, **others: Function) -> Case:
-        softmaxes = _with(jax.nn.softmax, jaxnorm.softmax, "xla")
-        found = {name: functools.partial(attention, f) for name, f in softmaxes.items()}
-        return Case(((shape, "bfloat16"),) * 3, found | others, (), (0, 1, 2), has_matmul=True)
-
-    modules = {name: importlib.import_module(name) for name in ("flax.nnx", "jaxnorm.nnx")}
-    others = {name: module.dot_product_attention for name, module in modules.items()}
-    of_length = of(_attention, (batch, length, heads, 64), **others)
-    of_heads = of(_attention_of_heads, (batch, heads, length, 64))
-    lengths, sizes = f"{batch}x{length}x{heads}", f"{batch}x{heads}x{length}"
-    return {f"attention {lengths}": of_length, f"attention {sizes}": of_heads}
-
-
-def _scaled_losses(dtype: str, rows: int, classes: int) -> Cases:
-    logits: Array = ((rows, classes), dtype)
-    losses: dict[str, tuple[Function, Function, Array]] = {
-        "kl_divergence": (
-            jaxnorm.kl_divergence,
-            lambda x, teacher, a: jnp_functions.kl_divergence(
-                *(z.astype(jnp.float32) * a[..., None] for z in (x, teacher))
-            ),
-            logits,
-        ),
-        "cross_entropy": (
-            jaxnorm.softmax_cross_entropy_with_integer_labels,
-            lambda x, labels, a: jnp_functions.cross_entropy(
-                x.astype(jnp.float32) * a[..., None], labels
-            ),
-            ((rows,), "int32", classes),
-        ),
-    }
-
-    def of_array(loss: Function, x: Any, other: Any, a: Any, **given: Any) -> Any:
-        return loss(x, other, logits_scale=a, **given)
-
-    def of_number(loss: Function, x: Any, other: Any, a: Any) -> Any:
-        return loss(x, other, logits_scale=0.5)
-
-    return {
-        f"{name}, {form} scale, {dtype} {rows}x{classes}": Case(
-            (logits, other),
-            _with(plain, functools.partial(of_array, loss), "xla")
-            | {"number": functools.partial(of_number, loss)},
-            (shape,),
-        )
-        for name, (loss, plain, other) in losses.items()
-        for form, shape in {"scalar": (), "per position": (rows,)}.items()
-    }
+    softmaxes = _with(jax.nn.softmax, jaxnorm.softmax, "xla")
+    found = {name: functools.partial(_attention, f) for name, f in softmaxes.items()}
+    for name in ("flax.nnx", "jaxnorm.nnx"):
+        found[name] = importlib.import_module(name).dot_product_attention
+    arrays = (((batch, length, heads, 64), "bfloat16"),) * 3
+    name = f"attention {batch}x{length}x{heads}"
+    return {name: Case(arrays, found, (), (0, 1, 2), has_matmul=True)}
 
 
 def _linear_losses(dtype: str, rows: int, width: int, classes: int) -> Cases:
@@ -229,8 +189,6 @@ def _scans(rows: int, cols: int, steps: int) -> Cases:
 def cases() -> Cases:
     """Return all cases by name."""
     found: Cases = {}
-    for dtype in ("bfloat16", "float32"):
-        found |= _scaled_losses(dtype, 8192, 32000)
     for batch, length in ((64, 197), (8, 197), (16, 577), (4, 577)):
         found |= _attentions(batch, 12, length)
     for dtype in ("bfloat16", "float32"):

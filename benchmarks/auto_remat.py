@@ -8,8 +8,8 @@ Usage, from the root of the repository::
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
 and lower the step. All rows run in one process, one after the other, three times. Rows whose names
-begin with "maxtext" have MaxText's policies, and the linear loss. With `--fsdp`, the state and the sequences are sharded over
-all GPUs, with the same number of sequences on each; temp is per GPU.
+begin with "maxtext" have MaxText's policies, and the linear loss. With `--fsdp`, the state and the
+sequences are sharded over all GPUs, with the same number of sequences on each; temp is per GPU.
 """
 
 import argparse
@@ -54,10 +54,6 @@ class Row:
     auto: Callable[..., Any] = lambda loss: loss
 
 
-def _auto(budget: int | float | None = None) -> Callable[..., Any]:
-    return functools.partial(jaxnorm.auto_remat, budget=budget)
-
-
 _LINEAR, _NORMS = "jnp-linear-loss", "jaxnorm-everything"
 ROWS = {
     "plain": Row("jnp"),
@@ -66,11 +62,16 @@ ROWS = {
     "names, linear loss": Row(_LINEAR, "names"),
     "block, linear loss": Row(_LINEAR, "block"),
     "all of jaxnorm": Row("jaxnorm-products"),
-    "auto": Row("jnp", auto=_auto()),
-    "auto, linear loss": Row(_LINEAR, auto=_auto()),
-    "auto, norms, linear loss": Row(_NORMS, auto=_auto()),
-    **{f"auto, linear loss, budget {b}": Row(_LINEAR, auto=_auto(b)) for b in _BUDGETS},
-    **{f"auto, norms, linear loss, budget {b}": Row(_NORMS, auto=_auto(b)) for b in _BUDGETS},
+    "auto": Row("jnp", auto=jaxnorm.auto_remat),
+    "auto, linear loss": Row(_LINEAR, auto=jaxnorm.auto_remat),
+    "auto, norms, linear loss": Row(_NORMS, auto=jaxnorm.auto_remat),
+    **{
+        f"auto, {of}linear loss, budget {b}": Row(
+            variant, auto=functools.partial(jaxnorm.auto_remat, budget=b)
+        )
+        for of, variant in {"": _LINEAR, "norms, ": _NORMS}.items()
+        for b in _BUDGETS
+    },
     **{key: Row(_LINEAR, key) for key in NAMES if key != "names"},
 }
 
@@ -105,28 +106,23 @@ def sharded(state: Any) -> tuple[Any, Any]:
     return jax.tree.map(of, state), NamedSharding(_mesh(), P("data"))
 
 
-def step(model: str, layers: Any, row: Row, fsdp: bool = False) -> training.Step:
-    """Return a training step, lowered."""
-    batch = models.MODELS[model].batch * (jax.device_count() if fsdp else 1)
-    cell = models.TrainingCell(model, row.remat, layers, "bfloat16", batch, row.variant)
-    on_mesh: dict[str, Any] = {"shardings": sharded} if fsdp else {}
-    lowered = training.Step(cell, batch, remat=row.auto, **on_mesh)
-    if fsdp:
-        lowered.model = FsdpModel(**vars(lowered.model))
-    _ = lowered.lowered
-    return lowered
-
-
 def measure(
-    model: str, layers: str, rows: list[str], save: Path | None = None, fsdp: bool = False
+    model: str, layers: Any, rows: list[str], save: Path | None = None, fsdp: bool = False
 ) -> None:
     """Compile and time the rows, and print a line for each of them, or append it to a CSV file."""
     steps: dict[str, training.Step] = {}
     seconds: dict[str, float] = {}
+    mesh: dict[str, Any] = {"shardings": sharded} if fsdp else {}
+    devices = jax.device_count() if fsdp else 1
     for row in rows:
         start = time.perf_counter()
+        cell: Any = models.cell(model, ROWS[row].remat, layers, ROWS[row].variant)
         try:
-            steps[row] = step(model, layers, ROWS[row], fsdp)
+            step = training.Step(cell, devices * cell.batch, remat=ROWS[row].auto, **mesh)
+            if fsdp:
+                step.model = FsdpModel(**vars(step.model))
+            _ = step.lowered
+            steps[row] = step
         except Exception as error:  # A row that fails must not hide the others.
             print(f"{model} {layers} {row}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         seconds[row] = time.perf_counter() - start

@@ -8,15 +8,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 # The size of an H200's L2 cache in bytes. Timed calls cycle through several sets of operands. All
 # sets together have about 5 times this size. There are at least 2 and at most MAX_BUFFERS sets.
 L2_BYTES = 60e6
 MAX_BUFFERS = 64
-# The maximum number of bytes that a timed copy loads and stores. A larger copy might not fit into
-# memory together with the operands, so its time is extrapolated.
-COPY_BYTES = 8e9
+# The number of timed calls, unless there are more sets of operands.
 REPEATS = 20
 
 
@@ -26,37 +23,11 @@ class Timing:
 
     Attributes:
       us: the sum of the times of all kernels of a call, in microseconds.
-      main_us: the time of the longest kernel of a call, in microseconds.
       kernels: the number of kernels of a call; None on a CPU.
     """
 
     us: float
-    main_us: float
     kernels: int | None = None
-
-    def times(self, factor: float) -> "Timing":
-        """Return a timing whose times are these times multiplied by `factor`."""
-        return Timing(factor * self.us, factor * self.main_us, self.kernels)
-
-    def gbps(self, size: int) -> float:
-        """Return the GB/s of a call that loads and stores `size` bytes."""
-        return size / self.us / 1e3
-
-    def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
-        """Return the time and the speed as a dict. Its keys are names of result columns.
-
-        `roof` is the timing of a copy that loads and stores as many bytes as the workload. The
-        result has two measures of speed: GB/s, and the copy's time divided by the workload's time.
-
-        If matmuls determine the time of the workload, `roof` is None, and so are both measures.
-        """
-        return {
-            "us": self.us,
-            "main_us": self.main_us,
-            "gbps": None if roof is None else self.gbps(workload.bytes),
-            "roof": None if roof is None else roof.us / self.us,
-            "kernels": self.kernels,
-        }
 
 
 def buffers_for(size: int) -> int:
@@ -65,25 +36,6 @@ def buffers_for(size: int) -> int:
     Successive calls use different sets, so that no operand of a call is in the L2 cache.
     """
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
-
-
-def words_for(size: int) -> tuple[int, float]:
-    """Return the size of the copy to time, in 32-bit words, and a factor for its time.
-
-    The copy is compared with a call that loads and stores `size` bytes. If the copy would be too
-    large for the memory, a smaller copy is timed. Its time must then be multiplied by the factor.
-    Otherwise, the factor is 1.
-    """
-    words = max(1, min(size, int(COPY_BYTES)) // 8)
-    return words, max(1.0, size / COPY_BYTES)
-
-
-def calls_for(operands: Sequence[Any]) -> int:
-    """Return the number of calls to time.
-
-    It is `REPEATS`, or the number of sets of operands if this is larger.
-    """
-    return max(REPEATS, len(operands))
 
 
 def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
@@ -95,12 +47,8 @@ def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
     each, rest = divmod(len(kernels_us), calls)
     if each == 0 or rest:
         raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")
-    by_call = [kernels_us[i * each : (i + 1) * each] for i in range(calls)]
-    return Timing(
-        statistics.median(map(sum, by_call)),
-        statistics.median(max(call) for call in by_call),
-        each,
-    )
+    by_call = (sum(kernels_us[i * each : (i + 1) * each]) for i in range(calls))
+    return Timing(statistics.median(by_call), each)
 
 
 def wall_us(call: Callable[[int], None], calls: int) -> float:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import calls, providers, timing
-from benchmarks.suites import Timed
-from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
+from benchmarks.suites import Timeable, Timed
+from benchmarks.workloads import Array, Shape
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
@@ -57,7 +57,7 @@ def random_arrays(
 
 
 def arguments_of(
-    w: Workload | ShapedWorkload,
+    w: Timeable,
 ) -> tuple[tuple[Array, ...], tuple[Shape, ...], tuple[Array, ...]]:
     """Return the arguments of `random_arrays` for a workload. The seed is not included."""
     return w.row_operands, w.parameter_shapes, w.cotangents
@@ -70,7 +70,7 @@ def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
 
 
 @functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
+def rotating_inputs(workload: Timeable) -> list[Inputs]:
     """Return several sets of inputs.
 
     Timed calls cycle through the sets, so that no input of a call is in the GPU's cache. All cells
@@ -118,6 +118,26 @@ def passes(
     return forward, forward_and_backward
 
 
+def _backward(forward: Callable[..., Any], rows: Any, parameters: Any, cotangents: Any) -> Any:
+    """Return the backward pass, a function that returns its operands, and their types.
+
+    Its operands are the residuals that the library saves: the leaves of the pullback that jax.vjp
+    returns.
+    """
+    save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
+    saved, tree = jax.tree.flatten(save.out_info)
+    keep = save.compile()
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        return jax.tree.unflatten(tree, saved)(cotangents)
+
+    def operands(rows: Any, parameters: Any, cotangents: Any) -> tuple[Any, ...]:
+        return jax.tree.leaves(keep(rows, parameters)), cotangents
+
+    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved]
+    return backward, operands, (types, cotangents)
+
+
 def compile_cell(cell: Timed) -> Program:
     """Compile the call of a cell, under `jax.jit` as in a user's program.
 
@@ -129,51 +149,24 @@ def compile_cell(cell: Timed) -> Program:
     rows, parameters, cotangents = jax.eval_shape(
         lambda: random_arrays(0, *arguments_of(cell.workload))
     )
+    step, operands, types = {
+        "fwd": (forward, lambda *inputs: inputs[:2], (rows, parameters)),
+        "fwd+bwd": (forward_and_backward, lambda *inputs: inputs, (rows, parameters, cotangents)),
+    }.get(cell.direction) or _backward(forward, rows, parameters, cotangents)
     options = timing.matmul_options() if cell.workload.has_matmul else None
     start = time.perf_counter()
-
-    def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
-        return jax.jit(step).lower(*shapes).compile(options)
-
-    def timed(call: Any, operands: Callable[..., tuple[Any, ...]]) -> Program:
-        took = time.perf_counter() - start
-        temp_bytes = int(call.memory_analysis().temp_size_in_bytes)
-        return Program(call, operands, took, temp_bytes)
-
-    if cell.direction == "fwd":
-        call = compiled(forward, rows, parameters)
-        return timed(call, lambda rows, parameters, cotangents: (rows, parameters))
-    if cell.direction == "fwd+bwd":
-        call = compiled(forward_and_backward, rows, parameters, cotangents)
-        return timed(call, lambda *inputs: inputs)
-    # The operands of a backward pass are the residuals that the library saves: the leaves of the
-    # pullback that jax.vjp returns.
-    save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
-    saved, tree = jax.tree.flatten(save.out_info)
-    saved = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved]
-    keep = save.compile()
-    start = time.perf_counter()
-    call = compiled(
-        lambda saved, cotangents: jax.tree.unflatten(tree, saved)(cotangents), saved, cotangents
-    )
-    return timed(
-        call,
-        lambda rows, parameters, cotangents: (
-            jax.tree.leaves(keep(rows, parameters)),
-            cotangents,
-        ),
-    )
-
-
-def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
-    return [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
+    call: Any = jax.jit(step).lower(*types).compile(options)
+    took = time.perf_counter() - start
+    return Program(call, operands, took, int(call.memory_analysis().temp_size_in_bytes))
 
 
 def kernel_time(cell: Timed, program: Program) -> Figures:
-    roof = None if cell.workload.has_matmul else timing.copy_roof(cell.workload.bytes)
-    measured = timing.measure(program.call, operands_of(cell, program))
+    copy_us = None if cell.workload.has_matmul else timing.copy_us(cell.workload.bytes)
+    operands = [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
+    measured = timing.measure(program.call, operands)
     return {
-        **measured.figures(cell.workload, roof),
+        **dataclasses.asdict(measured),
+        "roof": copy_us and copy_us / measured.us,
         "compile_s": program.compile_s,
         "temp_bytes": program.temp_bytes,
     }

@@ -6,8 +6,9 @@ library has the loss. Like `workloads`, this module imports neither JAX nor torc
 
 import dataclasses
 import itertools
+import math
 
-from benchmarks.workloads import Array, Direction, FewParameters, Shape
+from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload
 
 #: Shapes (positions, classes) of logits. 32768 classes are a power of two. The other numbers of
 #: classes are the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
@@ -79,7 +80,7 @@ OF_LAYERS = {op: loss for op, loss in LOSSES.items() if op not in OF_LOGITS}
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
 
-class LossWorkload(FewParameters):
+class LossWorkload(ShapedWorkload):
     """A workload with one loss, as described by its fields (see `ShapedWorkload`).
 
     x and weight have the dtype `dtype`.
@@ -143,3 +144,16 @@ class LossWorkload(FewParameters):
     @property
     def has_matmul(self) -> bool:
         return len(self.sizes) > 2
+
+    @property
+    def bytes(self) -> int:
+        """The minimum memory traffic in bytes.
+
+        The forward pass loads the operands and stores the results. The backward pass loads the
+        operands and the cotangents of the results, and stores the gradients.
+        """
+        operands = [array[:2] for array in self.row_operands]
+        arrays = [*operands, *self.results]
+        if self.direction == "fwd+bwd":
+            arrays += [*arrays, *(operands[i] for i in self.gradients)]
+        return sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)

@@ -64,17 +64,13 @@ Remat = Literal["none", "dots", "block"]
 # What each layer saves for its backward pass: all residuals, the results of its matmuls, or only
 # its input.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
-# The variants of the models, and their names in tables. A variant's name begins with the name of
-# its provider. Each variant except the last uses more of jaxnorm's functions than the one before
-# it.
+# The variants of the models, which `variants` defines. A variant's name begins with the name of its
+# provider. Each variant except the last uses more of jaxnorm's functions than the one before it.
 PLAIN = "jnp"
-VARIANTS = {
-    PLAIN: "plain JAX and optax",
-    "jaxnorm-norms": "jaxnorm's norms",
-    "jaxnorm-everything": "jaxnorm's residual norms and loss",
-    "jaxnorm-products": "all of jaxnorm (norms, loss, linear layers)",
-    "jaxnorm-whole-logits": "all of jaxnorm, with whole logits",
-}
+VARIANTS = (
+    *(PLAIN, "jaxnorm-norms", "jaxnorm-everything", "jaxnorm-products"),
+    "jaxnorm-whole-logits",
+)
 
 
 @dataclasses.dataclass(frozen=True)

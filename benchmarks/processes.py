@@ -52,7 +52,8 @@ def outcomes(
     """
     found: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
     with tempfile.NamedTemporaryFile() as lock:
-        run = _Run((side, suite.name, str(_threads(workers, suite)), lock.name), workers, limit_s)
+        threads = 1 if suite.in_turn else max(1, _cores() // workers)
+        run = _Run((side, suite.name, str(threads), lock.name), workers, limit_s)
 
         def measure(batch: Sequence[Cell]) -> None:
             try:
@@ -76,12 +77,10 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size.
+    """Split the cells into batches of about equal size, of about `most` cells at most.
 
-    The workers process the batches in rounds. In each round, every worker processes one batch, so
-    all workers finish at about the same time. Cells with the same workload are in the same batch,
-    because they share operands. The number of rounds is chosen so that a batch would have at most
-    `most` cells if all batches had the same size. The largest batches can have a few cells more.
+    Each worker gets as many batches as the others. Cells with the same workload are in the same
+    batch, because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []
@@ -102,11 +101,6 @@ def default_workers(device: str) -> int:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads(workers: int, suite: Suite) -> int:
-    """Return the number of cells that each of `workers` processes compiles at the same time."""
-    return 1 if suite.in_turn else max(1, _cores() // workers)
 
 
 class _Run:

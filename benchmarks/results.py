@@ -9,7 +9,7 @@ import dataclasses
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.suites import Suite
@@ -38,14 +38,6 @@ def read(file: Path, columns: Sequence[str]) -> list[Row]:
         return list(reader)
 
 
-def latest(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], Row]:
-    """Return a dict from each key to its last row, in the order in which the keys first occur.
-
-    The key of a row is the tuple of its values in the columns `key`.
-    """
-    return {tuple(row[name] for name in key): row for row in rows}
-
-
 def append(file: Path, columns: Sequence[str], row: Row) -> None:
     """Append a row to a file immediately, so that it survives a crash of this process.
 
@@ -60,19 +52,6 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
         writer.writerow(row)
 
 
-def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
-    """Return a dict from the name of each column of a suite to a text with the column's number.
-
-    The numbers are in `figures`. If a column has no number there, its text is "".
-    """
-
-    def text(name: str, decimals: int) -> str:
-        value = figures.get(name)
-        return "" if value is None else f"{value:.{decimals}f}"
-
-    return {name: text(name, decimals) for name, decimals in suite.figures.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
     """The CSV file of a suite in a folder."""
@@ -84,17 +63,20 @@ class Table:
     def file(self) -> Path:
         return self.folder / f"{self.suite.name}.csv"
 
+    def _latest(self, key: Sequence[str]) -> dict[tuple[str, ...], Row]:
+        rows = read(self.file, self.suite.columns)
+        return {tuple(row[name] for name in key): row for row in rows}
+
     def rows(self) -> list[Row]:
         """Return a list of rows: for each cell, the row that was measured last.
 
         It may have been measured with any version of the software.
         """
-        cell = [name for name in self.suite.key if name != "software"]
-        return list(latest(read(self.file, self.suite.columns), cell).values())
+        return list(self._latest([n for n in self.suite.key if n != "software"]).values())
 
     def keys(self) -> set[tuple[str, ...]]:
         """Return the keys of all rows. A key consists of the device, the software and the cell."""
-        return set(latest(read(self.file, self.suite.columns), self.suite.key))
+        return {*self._latest(self.suite.key)}
 
     def append(self, row: Row) -> None:
         append(self.file, self.suite.columns, row)

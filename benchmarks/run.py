@@ -8,9 +8,8 @@ These are columns of the results:
 
 * `us`: the time of all kernels of a call, measured with CUPTI; without an NVIDIA GPU, wall-clock
   time. Successive calls use different sets of operands, so that no operand is in the GPU's cache
-* `gbps`: GB/s, computed from the minimum memory traffic: each pass loads or stores each of its
-  arrays once
-* `roof`: the time of a copy of as many bytes in the same process, divided by the measured time
+* `roof`: the time of a copy of as many bytes in the same process, divided by the measured time. The
+  number of bytes assumes that each pass loads or stores each of its arrays once. Torch's is empty
 * `kernels`: the number of kernels of a call. The GPU driver may copy an array without a kernel;
   the measured time does not include such a copy
 * `temp_bytes`: the memory for intermediates, without operands and results: planned by XLA, or
@@ -51,12 +50,16 @@ class Run:
 
     def row(self, suite: Suite, outcome: Outcome) -> Row:
         cell = {name: str(value) for name, value in dataclasses.asdict(outcome.cell).items()}
+        figures = {
+            name: "" if (value := outcome.figures.get(name)) is None else f"{value:.{decimals}f}"
+            for name, decimals in suite.figures.items()
+        }
         return {
             "device": self.device,
             "software": self.software[provider_name(outcome.cell)],
             "commit": self.commit,
             **cell,
-            **results.rounded(suite, outcome.figures),
+            **figures,
             "status": outcome.status,
         }
 
@@ -119,7 +122,7 @@ _CHOICES: dict[str, tuple[Sequence[str], str]] = {
         "the dtypes of operands; mixed is float32 x and bfloat16 output for norms, and float32 "
         "residual and bfloat16 x for blocks",
     ),
-    "variants": ([*VARIANTS], "variants of the models, which differ in their functions"),
+    "variants": (VARIANTS, "variants of the models, which differ in their functions"),
     "remats": (REMATS, "which residuals a layer of a model rematerialises"),
     "layers": (LAYERS, "how the layers of a model are stacked"),
 }
@@ -191,8 +194,8 @@ def folder_of(given: argparse.Namespace) -> Path:
     return given.out or results.RESULTS / results.folder_of(results.device())
 
 
-def measured(given: argparse.Namespace) -> int:
-    """Measure what the command line asks for, and return an exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    given = parse(argv)
     selection = selected(given)
     device, commit = results.device(), results.commit()
     folder = folder_of(given)
@@ -207,15 +210,8 @@ def measured(given: argparse.Namespace) -> int:
     print(f"{device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
     with contextlib.suppress(KeyboardInterrupt):  # the next run continues from there
         measure(run, todo, given.workers or processes.default_workers(device))
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(argv)
-    status = measured(given)
-    folder = folder_of(given)
     print(f"results are in {folder}; python -m benchmarks.tables --results {folder} prints tables")
-    return status
+    return 0
 
 
 if __name__ == "__main__":

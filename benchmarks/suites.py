@@ -26,6 +26,7 @@ from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.workloads import DTYPES, GRID, Direction, Shape, Workload
 
 Shapes = Sequence[Shape] | None
+Timeable = Workload | BlockWorkload | LossWorkload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +38,9 @@ class TimedCell(Workload):
     @property
     def workload(self) -> Workload:
         """The workload of the cell, which is the cell without its provider."""
-        names = [field.name for field in dataclasses.fields(Workload)]
-        return Workload(*(getattr(self, name) for name in names))
+        fields = dataclasses.asdict(self)
+        del fields["provider"]
+        return Workload(**fields)
 
     @property
     def dtype(self) -> str:
@@ -80,7 +82,7 @@ class Selection:
     ops: Sequence[str] = OPS
     directions: Sequence[str] = workloads.DIRECTIONS
     dtypes: Sequence[str] = ("bfloat16", "float32", "mixed")
-    variants: Sequence[str] = tuple(VARIANTS)
+    variants: Sequence[str] = VARIANTS
     remats: Sequence[str] = REMATS
     layers: Sequence[str] = LAYERS
     shapes: Shapes = None
@@ -141,6 +143,12 @@ def provider_of(cell: Cell) -> Provider:
     return PROVIDERS[provider_name(cell)]
 
 
+def _of_providers(cell: Any) -> Iterator[Cell]:
+    for name, provider in PROVIDERS.items():
+        if provider.offers(cell.workload):
+            yield dataclasses.replace(cell, provider=name)
+
+
 def _timed(
     groups: Sequence[str], directions: Sequence[Direction]
 ) -> Callable[[Shapes], Iterator[Cell]]:
@@ -152,10 +160,7 @@ def _timed(
         for op, way, (x, y), (rows, cols) in itertools.product(
             workloads.OPERATIONS, directions, DTYPES, shapes
         ):
-            workload = Workload(op, way, rows, cols, x, y)
-            for name, provider in PROVIDERS.items():
-                if provider.offers(workload):
-                    yield TimedCell(op, way, rows, cols, x, y, name)
+            yield from _of_providers(TimedCell(op, way, rows, cols, x, y, ""))
 
     return cells
 
@@ -168,15 +173,13 @@ def _shaped(table: Mapping[str, Any]) -> Callable[[Shapes], Iterator[Cell]]:
             axes = len(entry.shapes[0])
             its = entry.shapes if shapes is None else [s for s in shapes if len(s) == axes]
             for way, dtype, shape in itertools.product(entry.directions, entry.dtypes, its):
-                cell = ShapedCell(op, way, "x".join(map(str, shape)), dtype, "")
-                for name, provider in PROVIDERS.items():
-                    if provider.offers(cell.workload):
-                        yield dataclasses.replace(cell, provider=name)
+                sizes = "x".join(map(str, shape))
+                yield from _of_providers(ShapedCell(op, way, sizes, dtype, ""))
 
     return cells
 
 
-_TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
+_TIME = {"us": 2, "roof": 4, "compile_s": 2}
 _TIME_OF_LAYERS = {"us": 2, "compile_s": 2, "temp_bytes": 0}
 _COMPILE = {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3}
 _STEP = {"ms": 2, "kernels_ms": 2, "tokens_per_s": 0, "temp_bytes": 0, "peak_bytes": 0}

@@ -1,23 +1,22 @@
 """Prints tables of results.
 
 python -m benchmarks.tables                           the committed results
-python -m benchmarks.tables blocks compile            two of the tables
+python -m benchmarks.tables blocks compile            those of two suites
 python -m benchmarks.tables training --results DIR    the results in another folder
 """
 
 import argparse
 import dataclasses
-import functools
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.blocks import BlockWorkload
 from benchmarks.losses import LossWorkload
-from benchmarks.models import COMPILED, LOSS_STEPS, VARIANTS
+from benchmarks.models import COMPILED
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, RESULTS, Row, Table
 from benchmarks.suites import SUITES
@@ -116,97 +115,50 @@ def speeds(suite: str, folders: Sequence[Path]) -> str:
         for name, other in answers.items():
             if name not in OWN:
                 row[name].append(other.us / mine.us)
-    labels = {"copy": "a copy"} | {name: provider.label for name, provider in PROVIDERS.items()}
-    names = [name for name in labels if any(name in row for row in ratios.values())]
+    names = [name for name in ("copy", *PROVIDERS) if any(name in row for row in ratios.values())]
     body = [
         [f"{op} {direction}, {dtype}", *(_range(row.get(name)) for name in names)]
         for (direction, op, dtype), row in sorted(ratios.items(), key=lambda each: each[0][0])
     ]
-    return table(["time / jaxnorm's time", *(labels[name] for name in names)], body)
+    return table(["time / jaxnorm's time", *names], body)
 
 
 def _range(ratios: Sequence[float] | None) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f})" if ratios else "-"
 
 
-def linear_losses(folders: Sequence[Path]) -> str:
-    """Return a table with milliseconds and GB of temporary memory of losses of linear layers."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    rows = rows_of("linear_loss", folders)
-    for row in rows:
-        figure = f"{float(row['us']) / 1e3:.2f} / {float(row['temp_bytes'] or 'nan') / 1e9:.2f}"
-        found[f"{row['op']}, {PROVIDERS[row['provider']].label}"][row["shape"]] = figure
-    shapes = dict.fromkeys(row["shape"] for row in rows)
-    body = [[name, *(of.get(shape, "-") for shape in shapes)] for name, of in found.items()]
-    return table(["ms / GB", *shapes], body)
-
-
-# Training steps and compile times.
-
-
-def training(folders: Sequence[Path]) -> str:
-    """Return a table of training steps: time, memory, losses, and the largest batch in 80 GB."""
-    ends = LOSS_STEPS[0], LOSS_STEPS[-1]
-    steps: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
-    for suite in ("training", "capacity"):
-        for row in rows_of(suite, folders):
-            functions = VARIANTS.get(row["provider"], row["provider"])
-            names = (row["layers"], row["remat"], row["mesh"], functions)
-            steps[f"{row['model']}, batch {row['batch']}", *names] |= row
-
-    def figure(row: Mapping[str, str], column: str, unit: float = 1.0, decimals: int = 1) -> str:
-        return f"{float(row[column]) / unit:.{decimals}f}" if row.get(column) else "-"
-
+def listing(suite: str, folders: Sequence[Path]) -> str:
+    """Return a table with a row for each cell of a suite, and a column for each figure."""
+    names = [field.name for field in dataclasses.fields(SUITES[suite].cell)]
     body = [
-        [
-            *(", ".join(filter(None, names)), figure(row, "ms"), figure(row, "kernels_ms")),
-            *(figure(row, f"{kind}_bytes", 1e9) for kind in ("temp", "peak")),
-            *(figure(row, f"loss_{n}", decimals=3) for n in ends),
-            row.get("batch_in_80gb", "-"),
-        ]
-        for names, row in sorted(steps.items())
+        [" ".join(row[name] for name in names), *(_text(n, row[n]) for n in SUITES[suite].figures)]
+        for row in rows_of(suite, folders)
     ]
-    header = ["training step", "ms", "kernels ms", "temp GB", "peak GB"]
-    return table([*header, *(f"loss of step {n}" for n in ends), "largest batch"], body)
+    return table([suite, *(n.replace("_bytes", "_gb") for n in SUITES[suite].figures)], body)
 
 
-def compile_times(folders: Sequence[Path]) -> str:
-    """Return a table of the seconds to trace, lower and compile training steps."""
-    parts = ("trace", "lower", "compile", "total")
-    body = [
-        [f"{row['op']}, {VARIANTS[row['provider']]}", *(row[f"{part}_s"] or "-" for part in parts)]
-        for row in rows_of("compile", folders)
-    ]
-    return table(["training step", *(f"{part} s" for part in parts)], body)
-
-
-# Maps the name of each table to its suite and to a function of the folders of results.
-TABLES: dict[str, tuple[str, Callable[[Sequence[Path]], str]]] = {
-    **{suite: (suite, functools.partial(speeds, suite)) for suite in WORKLOADS},
-    "linear_loss": ("linear_loss", linear_losses),
-    "training": ("training", training),
-    "compile": ("compile", compile_times),
-}
+def _text(column: str, value: str) -> str:
+    return f"{float(value) / 1e9:.2f}" if value and column.endswith("_bytes") else value or "-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"one of {', '.join(TABLES)}")
+    parser.add_argument("tables", nargs="*", metavar="SUITE", help=f"one of {', '.join(SUITES)}")
     parser.add_argument(
         "--results", type=Path, metavar="FOLDER", help="a folder with CSV files of benchmarks.run"
     )
     given = parser.parse_args(argv)
-    if unknown := {*given.tables} - {*TABLES}:
-        parser.error(f"got {', '.join(unknown)}; expected one of {', '.join(TABLES)}")
+    if unknown := {*given.tables} - {*SUITES}:
+        parser.error(f"got {', '.join(unknown)}; expected one of {', '.join(SUITES)}")
     if given.results is not None and not given.results.is_dir():
         parser.error(f"argument --results: got {str(given.results)!r}; expected a folder")
     folders = SHOWN if given.results is None else (given.results,)
-    for name in given.tables or TABLES:
-        suite, text = TABLES[name]
+    for suite in given.tables or SUITES:
         if rows := rows_of(suite, folders):
-            print(f"## {name}\n\n{source(rows)}\n\n{text(folders)}\n")
+            text = (speeds if suite in WORKLOADS else listing)(suite, folders)
+            print(f"## {suite}\n\n{source(rows)}\n\n{text}\n")
     return 0
 
 

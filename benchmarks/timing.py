@@ -17,6 +17,10 @@ from benchmarks.calls import Timing
 
 Operands = Sequence[tuple[Any, ...]]
 
+# The maximum number of bytes that a timed copy loads and stores. A larger copy might not fit into
+# memory together with the operands, so its time is extrapolated.
+COPY_BYTES = 8 * 10**9
+
 # XLA's autotuning may choose a matmul whose workspace has the size of an activation. With these
 # options, all programs use the matmuls that cuBLAS chooses.
 GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
@@ -32,30 +36,29 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
     for operand in operands:
         jax.block_until_ready(function(*operand))
     if jax.default_backend() != "gpu":
-        us = wall_us(function, operands, calls.calls_for(operands))
-        return Timing(us, us)
-    count = calls.calls_for(operands)
+        return Timing(wall_us(function, operands, max(calls.REPEATS, len(operands))))
+    count = max(calls.REPEATS, len(operands))
     with kernels() as ran:
         for i in range(count):
             out = function(*operands[i % len(operands)])
         jax.block_until_ready(out)
-    return calls.of_kernels([us for _, us in ran], count)
+    return calls.of_kernels(ran, count)
 
 
 @contextlib.contextmanager
-def kernels() -> Iterator[list[tuple[str, float]]]:
-    """Record the GPU kernels that run within this context: a list of (name, microseconds).
+def kernels() -> Iterator[list[float]]:
+    """Record the microseconds of each GPU kernel that runs within this context.
 
     The list is complete when the context ends.
     """
     # JAX has no public function that uses CUPTI to time single kernels.
     cupti = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
-    ran: list[tuple[str, float]] = []
+    ran: list[float] = []
     cupti._cupti_init()
     try:
         yield ran
     finally:
-        ran += [(name, 1e3 * ms) for name, ms in cupti._cupti_get_timings(False)]
+        ran += [1e3 * ms for _, ms in cupti._cupti_get_timings(False)]
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
@@ -69,20 +72,21 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Compile two functions: one makes an array, the other copies this array.
 
-    The number of bytes that the copy loads, plus the number that it stores, is `size`.
+    The number of bytes that the copy loads, plus the number that it stores, is `size`, or
+    COPY_BYTES if this is smaller.
     """
-    words, _ = calls.words_for(size)
+    words = max(1, min(size, COPY_BYTES) // 8)
     fill = jax.jit(lambda i: jnp.full(words, i, jnp.uint32)).lower(0).compile()
     copy = jax.jit(lambda x: x ^ 1).lower(jax.ShapeDtypeStruct((words,), jnp.uint32)).compile()
     return fill, copy
 
 
 @functools.lru_cache(maxsize=4)
-def copy_roof(size: int) -> Timing:
-    """Return the timing of a copy by XLA. Its loads and stores together transfer `size` bytes.
+def copy_us(size: int) -> float:
+    """Return the microseconds of a copy by XLA. Its loads and stores together are `size` bytes.
 
     It is the roofline bound for a call whose loads and stores transfer the same number of bytes.
     """
     fill, copy = copy_programs(size)
     copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
-    return copied.times(calls.words_for(size)[1])
+    return max(1.0, size / COPY_BYTES) * copied.us

@@ -1,5 +1,6 @@
 """Measures cells (workloads with a provider) in torch. The processes of `worker.py` import it."""
 
+import dataclasses
 import functools
 import gc
 import time
@@ -12,23 +13,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import calls, providers
 from benchmarks.calls import Timing
-from benchmarks.suites import Timed, provider_of
-from benchmarks.workloads import ShapedWorkload, Workload
+from benchmarks.suites import Timeable, Timed, provider_of
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Tensors = tuple[Tensor, ...]
 Inputs = tuple[Tensors, Tensors, Tensors]  # operands with rows, parameters, cotangents
-Operands = Sequence[tuple[Any, ...]]
+Call = Callable[[], Any]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREADS = 1  # torch compiles a single call at a time
 
 
-def random_inputs(
-    workload: Workload | ShapedWorkload, parameter_dtype: str, sets: int
-) -> list[Inputs]:
-    """Return random operands: normal x and weights, parameters near 1, random masks and labels."""
+@functools.lru_cache(maxsize=1)
+def random_inputs(workload: Timeable, parameter_dtype: str, sets: int) -> list[Inputs]:
+    """Return sets of random operands: normal x and weights, random masks, parameters near 1."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(shape: tuple[int, ...], dtype: str, size: float = 1) -> Tensor:
@@ -51,58 +50,30 @@ def random_inputs(
     return [inputs() for _ in range(sets)]
 
 
-@functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload | ShapedWorkload, parameter_dtype: str) -> list[Inputs]:
-    """Return several sets of inputs.
+def call_of(cell: Timed, f: Callable[..., Any], inputs: Inputs) -> Call:
+    """Return the function to time, which calls `f` with the inputs."""
+    rows, parameters, cotangents = inputs
+    if cell.direction == "fwd":
 
-    Timed calls cycle through the sets, so that no input of a call is in the GPU's cache.
-    """
-    return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
+        def forward() -> Any:
+            with torch.no_grad():
+                return f(*rows, *parameters)
 
-
-def forward(f: Callable[..., Any], inputs: Inputs) -> Any:
-    rows, parameters, _ = inputs
-    with torch.no_grad():
-        return f(*rows, *parameters)
-
-
-def backward(results: Any, leaves: Tensors, cotangents: Tensors) -> Tensors:
-    return torch.autograd.grad(results, floating(leaves), cotangents, retain_graph=True)
-
-
-def leaves_of(inputs: Inputs, constants: Sequence[int] = ()) -> Tensors:
-    rows, parameters, _ = inputs
+        return forward
     leaves = [a.detach() for a in (*rows, *parameters)]
     for i, a in enumerate(leaves):
-        a.requires_grad_(a.is_floating_point() and i not in constants)
-    return tuple(leaves)
-
-
-def floating(leaves: Tensors) -> Tensors:
-    return tuple(a for a in leaves if a.requires_grad)
-
-
-def forward_and_backward(
-    f: Callable[..., Any], leaves: Tensors, cotangents: Tensors
-) -> tuple[Any, Tensors]:
-    results = f(*leaves)
-    # A mean loss has no cotangent among the inputs. Use the constant 1, as Tensor.backward does.
-    return results, torch.autograd.grad(results, floating(leaves), cotangents or None)
-
-
-def calls_of(
-    cell: Timed, f: Callable[..., Any], sets: Sequence[Inputs]
-) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    """Return two things: the function to time, which calls `f`, and a list of its operands.
-
-    The list has an entry for each set of inputs.
-    """
-    if cell.direction == "fwd":
-        return functools.partial(forward, f), [(inputs,) for inputs in sets]
-    leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
+        a.requires_grad_(a.is_floating_point() and i not in cell.workload.constants)
+    given = [a for a in leaves if a.requires_grad]
     if cell.direction == "fwd+bwd":
-        return functools.partial(forward_and_backward, f), leaves
-    return backward, [(f(*each), each, cotangents) for each, cotangents in leaves]
+
+        def forward_and_backward() -> Any:
+            results = f(*leaves)
+            # A mean loss has no cotangent among the inputs. Use 1, as Tensor.backward does.
+            return results, torch.autograd.grad(results, given, cotangents or None)
+
+        return forward_and_backward
+    saved = f(*leaves)
+    return lambda: torch.autograd.grad(saved, given, cotangents, retain_graph=True)
 
 
 def parameter_dtype(cell: Timed) -> str:
@@ -113,8 +84,7 @@ def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
     """Return the provider's function, and the seconds of its first call, which compiles it."""
     start = time.perf_counter()
     f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
-    function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
-    function(*operands[0])
+    call_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1)[0])()
     synchronize()
     return f, time.perf_counter() - start
 
@@ -127,21 +97,20 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def timed(function: Callable[..., Any], operands: Operands) -> Timing:
-    """Return the timing of a function. Successive calls use different sets of operands.
+def timed(several: Sequence[Call]) -> Timing:
+    """Return the timing of a call. The calls differ in their inputs, and take turns.
 
     Without a GPU, this is wall-clock time.
     """
-    for operand in operands:
-        function(*operand)
+    for call in several:
+        call()
     synchronize()
-    count = calls.calls_for(operands)
+    count = max(calls.REPEATS, len(several))
     if DEVICE == "cpu":
-        us = wall_us(function, operands, count)
-        return Timing(us, us)
+        return Timing(calls.wall_us(lambda i: several[i % len(several)](), count))
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for i in range(count):
-            function(*operands[i % len(operands)])
+            several[i % len(several)]()
         synchronize()
     kernels = [
         event
@@ -154,7 +123,7 @@ def timed(function: Callable[..., Any], operands: Operands) -> Timing:
     return calls.of_kernels([event.time_range.elapsed_us() for event in kernels], count)
 
 
-def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
+def temp_bytes(call: Call) -> int | None:
     """Return the temp memory of a call, or None without a GPU.
 
     It is the peak memory during the call minus the memory of operands and results.
@@ -163,7 +132,7 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
         return None
     synchronize()
     torch.cuda.reset_peak_memory_stats()
-    results = function(*operands)
+    results = call()
     synchronize()
     temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     # Delete the results only now. If they were deleted before `memory_allocated` is called, `temp`
@@ -172,38 +141,18 @@ def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int |
     return temp
 
 
-def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
-    """Return the median microseconds from a call to its result."""
-
-    def call(i: int) -> None:
-        function(*operands[i % len(operands)])
-        synchronize()
-
-    return calls.wall_us(call, count)
-
-
-@functools.lru_cache(maxsize=4)
-def copy_roof(size: int) -> Timing:
-    """Return the timing of a Tensor.copy_ that loads and stores `size` bytes in all."""
-    words, factor = calls.words_for(size)
-    pairs = [
-        tuple(torch.full((words,), i, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        for i in range(calls.buffers_for(size))
-    ]
-    return timed(lambda source, target: target.copy_(source), pairs).times(factor)
-
-
 # Measuring cells.
 
 
 def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures:
-    roof = None if cell.workload.has_matmul else copy_roof(cell.workload.bytes)
-    function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
-    measured = timed(function, operands)
-    temp = temp_bytes(function, operands[0])
+    sets = calls.buffers_for(cell.workload.bytes)
+    inputs = random_inputs(cell.workload, parameter_dtype(cell), sets)
+    several = [call_of(cell, f, each) for each in inputs]
+    figures = dataclasses.asdict(timed(several))
+    temp = temp_bytes(several[0])
     if cell.op in provider_of(cell).overwrites:
-        rotating_inputs.cache_clear()  # inputs were overwritten; the next cell makes new ones
-    return {**measured.figures(cell.workload, roof), "compile_s": compile_s, "temp_bytes": temp}
+        random_inputs.cache_clear()  # inputs were overwritten; the next cell makes new ones
+    return {**figures, "compile_s": compile_s, "temp_bytes": temp}
 
 
 def prepare(suite: str, cell: Any) -> Measure:
@@ -217,7 +166,7 @@ def prepare(suite: str, cell: Any) -> Measure:
 
 def release() -> None:
     """Free GPU memory for the next cells and for other processes."""
-    rotating_inputs.cache_clear()
+    random_inputs.cache_clear()
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()

@@ -102,19 +102,14 @@ class Step:
         return jnp.clip(tokens, 0, vocabulary - 1)
 
     @property
-    def _memory(self) -> Any:
-        """XLA's memory plan, which CPUs and GPUs report. None if the backend does not report it."""
-        return self.run.memory_analysis()
-
-    @property
     def temp_bytes(self) -> int:
         """Number of bytes that XLA plans for intermediates."""
-        return int(self._memory.temp_size_in_bytes)
+        return int(self.run.memory_analysis().temp_size_in_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Number of bytes that a step needs: arguments, temp memory, and results in new buffers."""
-        m = self._memory
+        m = self.run.memory_analysis()
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
 
@@ -144,25 +139,25 @@ class Step:
         jax.block_until_ready(state)
         return 1e3 * (time.perf_counter() - start) / steps, float(first)
 
-    def kernels(self, state: State) -> list[tuple[str, float]]:
-        """Return the name and microseconds of each GPU kernel that runs in KERNEL_STEPS steps."""
+    def kernels_ms(self, state: State) -> float | None:
+        """Return the milliseconds of all kernels of a step on a GPU, or None on a CPU."""
+        if jax.default_backend() != "gpu":
+            return None
         tokens = jax.block_until_ready(self.batch(0))
         with timing.kernels() as ran:
             for _ in range(KERNEL_STEPS):
                 state, _ = self.run(state, tokens)
             jax.block_until_ready(state)
-        return ran
+        return sum(ran) / KERNEL_STEPS / 1e3
 
 
 def speed(step: Step) -> Figures:
     """Return the results of the suite `training`: median time, kernel time, memory and losses."""
     state, times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
-    on_gpu = jax.default_backend() == "gpu"
-    us = sum(us for _, us in step.kernels(state)) / KERNEL_STEPS if on_gpu else None
     return {
         "ms": ms,
-        "kernels_ms": None if us is None else us / 1e3,
+        "kernels_ms": step.kernels_ms(state),
         "tokens_per_s": step.tokens / ms * 1e3,
         "temp_bytes": step.temp_bytes,
         "peak_bytes": step.peak_bytes,

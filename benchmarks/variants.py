@@ -51,7 +51,7 @@ def add_then(
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
     """Apply rotary position embedding to queries or keys (B, S, H, D). Tables are (S, 1, D / 2)."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    a, b = jnp.split(x.astype(jnp.promote_types(x.dtype, "float32")), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 

@@ -4,9 +4,7 @@ This module imports neither JAX nor torch. It is imported by processes with JAX,
 torch, and by the process that starts them.
 """
 
-import abc
 import dataclasses
-import math
 from typing import ClassVar, Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
@@ -102,7 +100,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapedWorkload(abc.ABC):
+class ShapedWorkload:
     """A workload that runs one operation. The shapes of all its arrays follow from `shape`.
 
     Attributes:
@@ -117,23 +115,6 @@ class ShapedWorkload(abc.ABC):
     direction: Direction
     shape: str
     dtype: str
-
-    @property
-    @abc.abstractmethod
-    def row_operands(self) -> tuple[Array, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def parameter_shapes(self) -> tuple[Shape, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def cotangents(self) -> tuple[Array, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def bytes(self) -> int:
-        """The minimum memory traffic in bytes."""
 
     @property
     def mixed(self) -> bool:
@@ -160,32 +141,3 @@ class ShapedWorkload(abc.ABC):
     @property
     def y_dtype(self) -> str:
         return self.dtype
-
-
-class FewParameters(ShapedWorkload):
-    """A workload whose memory traffic is counted without its parameters, because they are small.
-
-    The backward pass is assumed to read the same arrays as the forward pass.
-    """
-
-    @property
-    @abc.abstractmethod
-    def results(self) -> tuple[tuple[Shape, str], ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def gradients(self) -> tuple[int, ...]:
-        """The operands that have a gradient, as indices into `row_operands`."""
-
-    @property
-    def bytes(self) -> int:
-        """The minimum memory traffic in bytes.
-
-        The forward pass loads the operands and stores the results. The backward pass loads the
-        operands and the cotangents of the results, and stores the gradients.
-        """
-        operands = [array[:2] for array in self.row_operands]
-        arrays = [*operands, *self.results]
-        if self.direction == "fwd+bwd":
-            arrays += [*arrays, *(operands[i] for i in self.gradients)]
-        return sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)

@@ -185,11 +185,12 @@ def convert[Model](
     of x. The conversion assumes that x has the dtype of the parameters. If x has fewer bits, check
     the model with ``jaxnorm.check_params(model, x.dtype)``.
 
-    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits. Norms
-    of subclasses of equinox's classes are not converted, because a subclass may override code. The
-    logger ``"jaxnorm"`` logs one warning. The warning lists these norms and the norms that save
-    their input, with the reasons. If the model has no norms, the warning says so. Modules of
-    jaxnorm's classes keep their own settings.
+    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
+    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
+    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. The warning lists these norms
+    and the norms that save their input, with the reasons. If the model has no norms, the warning
+    says so. If all norms were converted, nothing is logged. Modules of jaxnorm's classes keep their
+    own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.

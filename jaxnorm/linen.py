@@ -287,13 +287,13 @@ def converted(
 
     Flax's code still runs in two cases. First, for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits. Second, for norms of subclasses of Flax's classes, because
-    a subclass may override code. When the context ends, the logger ``"jaxnorm"`` logs a warning. It
-    lists the norms that were called in the context but left to Flax, with the reasons. If modules,
-    but no norms, were called, the warning says so. Modules of jaxnorm's classes keep their own
-    settings. In nested contexts, the innermost one applies. Interceptors
-    (``nn.intercept_methods``) that are entered inside the context do not see calls of converted
-    norms.
+    that is not a float of 16 to 64 bits. Second, for norms whose class is a subclass of one of
+    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
+    context ends, the logger ``"jaxnorm"`` logs a warning that lists the norms that were called in
+    the context but left to Flax, with the reasons, or says that no norms were called. Modules of
+    jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
+    Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
+    converted norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
@@ -361,11 +361,8 @@ def converted(
 
     def call(call: Any, arguments: Any, options: Any, context: Any) -> Any:
         module = context.module
-        if (
-            context.method_name != "__call__"
-            or _innermost.value != settings
-            or any(module is one for one in running)
-        ):
+        is_active = context.method_name == "__call__" and _innermost.value == settings
+        if not is_active or any(module is one for one in running):
             return call(*arguments, **options)
         path = "/".join(module.path)
         function = report.function_of(type(module), path)
@@ -399,32 +396,30 @@ _innermost = jax.make_user_context()
 _CLASSES = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm, nn.GroupNorm: GroupNorm}
 
 
-# Maps the path of a norm, and the name of the dtype of its output, to the reason why the norm must
-# save its input, or to None.
-_Reasons = dict[tuple[str, str], str | None]
+def _reasons_in(params: Any) -> dict[tuple[str, str], str | None]:
+    """Return which norms must save their input, by the values in the argument ``params``.
 
-
-def _reasons_in(params: Any) -> _Reasons:
-    """Return which norms must save their input, by the values in the argument ``params``."""
+    The result maps the path of a norm, and the name of the dtype of its output, to the reason why
+    the norm must save its input, or to None.
+    """
     if not isinstance(params, Mapping):
         raise TypeError(
             f"converted: params is a {type(params).__name__}; expected a model's "
             'variables, or those of the collection "params": a dictionary'
         )
-    arrays = nn.unbox(params.get("params", params))
-    arrays = flatten_dict(arrays)
-    reasons: _Reasons = {}
-    for (*path, name), scale in arrays.items():
+    arrays = flatten_dict(nn.unbox(params.get("params", params)))
+    reasons = {}
+    for *path, name in arrays:
         if name == "scale":
-            parameters = [scale, *(a for a in [arrays.get((*path, "bias"))] if a is not None)]
+            parameters = [arrays[*path, n] for n in ("scale", "bias") if (*path, n) in arrays]
             for dtype in FLOAT_DTYPES:
-                at = "/".join(path), dtype
-                reasons[at] = conversion.why_input(parameters, np.dtype(dtype))
+                why = conversion.why_input(parameters, np.dtype(dtype))
+                reasons["/".join(path), dtype] = why
     return reasons
 
 
 def _converted_call(
-    report: conversion.Report, reasons: _Reasons | None, norm: Any, path: str, x: Any
+    report: conversion.Report, reasons: Mapping[Any, Any] | None, norm: Any, path: str, x: Any
 ) -> Any:
     """Run a call of one of Flax's norms with jaxnorm's functions, inside `converted`.
 

@@ -331,11 +331,12 @@ def convert[Model](
     norm has no ``dtype``, its output is assumed to have the parameters' dtype.
 
     Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
-    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms of subclasses of
-    Flax's classes are not converted, because a subclass may override code. The logger ``"jaxnorm"``
-    logs one warning, which lists these norms and the norms that save their input, with the reasons.
-    If the model has no norms, the warning says so. Modules of jaxnorm's classes keep their own
-    settings.
+    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits. Norms whose class is a
+    subclass of one of Flax's classes are not converted if the subclass overrides code. (A subclass
+    whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning, which lists
+    these norms and the norms that save their input, with the reasons. If the model has no norms,
+    the warning says so. If all norms were converted, nothing is logged. Modules of jaxnorm's
+    classes keep their own settings. If an error is raised, no module has been changed.
 
     Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of
     such classes. For Tunix's Qwen 3::
@@ -379,25 +380,23 @@ def convert[Model](
       'jaxnorm.nnx'
     """
     report = conversion.Report("nnx.convert", nnx.Module, _CLASSES, save, implementation, calls)
-    modules = [
-        (".".join(map(str, path)), node)
-        for path, node in nnx.iter_graph(model, graph=True)
-        if isinstance(node, nnx.Module)
-    ]
-    if not modules:
-        raise TypeError(
-            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
-            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
-        )
     # Every decision is made before the first module is changed, so that an error changes none.
     changes: list[tuple[Any, type, dict[str, Any]]] = []
-    for path, node in modules:
+    for keys, node in nnx.iter_graph(model, graph=True):
+        if not isinstance(node, nnx.Module):
+            continue
+        path = ".".join(map(str, keys))
         change = report.change(node, path, _why_left, _why_input)
         if change is not None:
             changes.append((node, *change))
         elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
             parameters = [v.get_value() for v in vars(node).values() if isinstance(v, nnx.Param)]
             report.note(type(node), path, parameters)
+    if not report.kinds:
+        raise TypeError(
+            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
+            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
+        )
     _apply(changes)
     report.log(f"{type(model).__name__} has no nnx.LayerNorm, RMSNorm or GroupNorm")
     return model

@@ -131,7 +131,7 @@ class KernelWorkload(Workload):
         rstd = [1 + jax.random.uniform(next(keys), (self.rows,), jnp.float32) for _ in spec.norms]
         dh = [of_rows(self.x_dtype)] if self._adds_dh else []
         x = [of_rows(self.x_dtype)] * operation.starts_from_x
-        saved = of_rows(self.y_dtype if spec.norm.saved == "output" else self.x_dtype)
+        saved = of_rows(self.y_dtype if not spec.saves_input else self.x_dtype)
         kept = map(operand, operation.keeps)
         return (*x, saved, tuple(rstd), *kept, of_rows(self.y_dtype), *dh)
 

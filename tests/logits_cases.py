@@ -12,6 +12,7 @@ from specs import BF16, F16, F32
 from jaxnorm.calls.call import Call
 from jaxnorm.operations.softmax import _softmax_of
 from jaxnorm.tools.plan import calls_in
+from jaxnorm_kernels.specs import SoftmaxOptions
 
 SCALE = 0.37
 
@@ -44,16 +45,9 @@ class Case:
             return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
 
         def softmax(x: Any, mask: Any, bias: Any) -> jax.Array:
-            return _softmax_of(
-                op,
-                x,
-                where=mask,
-                scale=self.scale,
-                bias=bias,
-                causal=self.causal,
-                dtype=y or x.dtype,
-                masked_logit=self.masked_logit,
-            )
+            options = SoftmaxOptions(causal=self.causal, masked_logit=self.masked_logit)
+            arguments = -1, mask, self.scale, bias, y or x.dtype, None
+            return _softmax_of(op, options, x, *arguments)
 
         arrays = struct(self.shape, x), struct(self.mask, bool), struct(self.bias, bias or x)
         return next(calls_in(jax.make_jaxpr(softmax)(*arrays).jaxpr))

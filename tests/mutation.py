@@ -6,9 +6,9 @@
 
 The 80 mutants are drawn with a fixed seed from the formulas and rules of XLA's code, the
 primitives, Mosaic, Triton, `auto_remat` and the linear losses. A mutant is killed if a test fails,
-and survives if all pass. It is equivalent, and not run, if it only turns off a check of lengths
-(`strict=True`). Each run stops at the first failure. Without ``--tests``, `COVERING` names the
-tests of the mutated file.
+and survives if all pass. It is equivalent, and not run, if it only turns off a check of lengths or
+of assignments (`strict=True`, `frozen=True`). Each run stops at the first failure. Without
+``--tests``, `COVERING` names the tests of the mutated file.
 Kernels run in interpreters here. Triton's kernels need Triton: set ``--python`` to the path of a
 Python that can import Triton. The tests that compile them run after those that interpret them.
 """
@@ -234,11 +234,13 @@ def tests_of(mutant: Mutant) -> list[str]:
 
 
 def is_equivalent(mutant: Mutant) -> bool:
-    """Return True if the mutant only turns off `strict=True` of a `zip`.
+    """Return True if the mutant only turns off a check that never fails.
 
-    Lengths are equal in every call, so the check has no effect.
+    These are ``strict=True`` of a `zip`, because lengths are equal in every call, and
+    ``frozen=True`` of a dataclass.
     """
-    return (ROOT / mutant.file).read_text()[: mutant.span[0]].endswith("strict=")
+    before = (ROOT / mutant.file).read_text()[: mutant.span[0]]
+    return before.endswith(("strict=", "frozen="))
 
 
 def run(mutant: Mutant | None, tests: list[str], args: argparse.Namespace) -> dict[str, object]:

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 # Parts of the sentences with which implementations refuse calls.
-SOME_COLUMNS = "has all columns, or one value for a row"
-FLOAT64 = "float64 arrays ask for more"
-EMPTY = "an array of size 0"
-NARROW = "rows of 8 elements or more"
-FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
+SOME_COLUMNS = "along some normalised axes but not all"
+FLOAT64 = "an array is float64"
+EMPTY = "an array has size 0"
+NARROW = "rows of at least 8 elements"
+FEW_SHORT_ROWS = "needs at least 64 rows this short"
 GROUPS = "groups of rows"
-LONG = "hold no rows of this length"
-UNALIGNED = "norm backward takes rows in multiples of 16 bytes"
-SHORT_LOGITS = "take rows of 128 columns and more"
-CLASSES = "take no mask of classes"
-NO_KERNEL = "there is no kernel of this operation yet"
+LONG = "support no rows of this length"
+UNALIGNED = "norm backward needs rows of a multiple of 16 bytes"
+SHORT_LOGITS = "rows of at least 128 columns"
+CLASSES = "support no mask of classes"
+NO_KERNEL = "there is no kernel for this operation yet"
 
 #: The mark of a test that expects refusals: ``@refused.expect(EMPTY, FLOAT64)``.
 expect = pytest.mark.refused

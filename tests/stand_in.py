@@ -70,7 +70,7 @@ class Kernels(StandIn):
 
     def why_unsupported(self, spec: Any) -> str | None:
         if getattr(spec, "plain", not spec.cols) or spec.cols_over:
-            return "plain JAX's"
+            return "only plain JAX"
         options = getattr(spec, "options", None)
         has_mask = isinstance(options, LogitsOptions) and options.has_mask
         has_bias = isinstance(options, SoftmaxOptions) and options.logits_bias_dtype is not None

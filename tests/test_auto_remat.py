@@ -288,6 +288,24 @@ def test_closed_over_tracers():
     )
 
 
+@each
+def test_references(f):
+    """Layers may write to references."""
+
+    def writing(x, w):
+        y = jax.new_ref(jnp.sin(x))
+        jax.ref.addupdate(y, ..., layer(x, w))
+        return jax.freeze(y)
+
+    def plain(x, w):
+        return jnp.sin(x) + layer(x, w)
+
+    ours = auto_remat(functools.partial(f, layer=writing))
+    ours, plain = (jax.grad(g, (0, 1)) for g in (ours, functools.partial(f, layer=plain)))
+    for run in (ours, jax.jit(ours)):
+        assert_same(lambda run=run: run(W, X), lambda: plain(W, X))
+
+
 def test_outer_products_run_again():
     """`jnp.einsum` computes an outer product by a matmul, which XLA fuses as a product."""
 

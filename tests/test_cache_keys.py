@@ -8,9 +8,12 @@ the key. So other parts of the program must contain everything that distinguishe
 """
 
 import os
+import py_compile
+import shutil
 import subprocess
 import sys
 import types
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,3 +126,26 @@ def test_what_else_decides_which_kernels_run_is_in_the_name(monkeypatch):
             monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(__version__=version))
         names.append(auto_axes._digest("call"))
     assert len({*names}) == len(names)
+
+
+@pytest.mark.parametrize("form", ["sources", "compiled", "zip"])
+def test_the_code_is_in_the_name_however_it_is_installed(form, tmp_path):
+    """The digest of a call depends on the code, even without source files."""
+
+    def digest(code):
+        folder = tmp_path / f"{form}{len(code)}"
+        inner = folder / "package" / "inner"
+        inner.mkdir(parents=True)
+        for file in (inner / "first.py", inner.parent / "second.py"):
+            file.write_text(code)
+            if form == "compiled":
+                py_compile.compile(str(file), cfile=str(file.with_suffix(".pyc")))
+                file.unlink()
+        if form == "zip":
+            archive = shutil.make_archive(str(folder), "zip", folder)
+            return [*auto_axes._code_of(zipfile.Path(archive, "package/"))]
+        return [*auto_axes._code_of(folder / "package")]
+
+    first, second = digest("x = 1"), digest("x = 22")
+    assert len(first) == 2
+    assert first != second

@@ -21,20 +21,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from functions import (
+    add_norm,
+    gated,
+    layer_norm,
+    log_prob_and_entropy,
+    rms_norm,
+    rope,
+    two_norms,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import Case, eight_devices, mesh_of
 from stand_in import StandIn, as_default
 
 import jaxnorm
-from benchmarks.providers import jnp_functions as plain
 from jaxnorm_kernels import xla
 
 pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
 
 MESH = {"data": 4, "model": 2}
 BATCH, LENGTH, D, HIDDEN, CLASSES = 8, 64, 128, 256, 1024
-PLAIN = plain._PLAIN
 
 
 class Kernels(StandIn):
@@ -44,7 +51,7 @@ class Kernels(StandIn):
         return getattr(xla, name)
 
     def why_unsupported(self, spec):
-        return "plain JAX's" if spec.cols_over or spec.norm.rotated else None
+        return "only plain JAX" if spec.cols_over or spec.op == "norm_rope" else None
 
 
 class Function(NamedTuple):
@@ -74,57 +81,25 @@ SHAPES = {
 }
 
 
-def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x: function(x.astype(jnp.float32)).astype(x.dtype)
+def plain_losses(logits: Any, labels: Any) -> Any:
+    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def rms_norm(x: Any, scale: Any) -> Any:
-    return PLAIN.rms_norm(x, scale, dtype=x.dtype)
+def plain_log_prob(logits: Any, labels: Any) -> Any:
+    return log_prob_and_entropy(logits, labels, 1.0)
 
 
-def layer_norm(x: Any, scale: Any, bias: Any) -> Any:
-    return PLAIN.layer_norm(x, scale, bias, dtype=x.dtype)
-
-
-def add_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
-    def add_norm(x: Any, residual: Any, *parameters: Any) -> Any:
-        h = x + residual
-        return norm(h, *parameters), h
-
-    return add_norm
-
-
-def losses(logits: Any, labels: Any) -> Any:
-    wide = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(wide, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(wide, axis=-1) - chosen
-
-
-def log_prob_and_entropy(logits: Any, labels: Any) -> Any:
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    chosen = jnp.take_along_axis(log_probs, labels[..., None], axis=-1)[..., 0]
-    return chosen, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-
-
-def rotated(x: Any) -> Any:
-    """Return x as heads of 32 features, and their rotary tables."""
+def of_heads(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` of x as heads of 32 features, with their scales and rotary tables."""
     angles = jnp.arange(LENGTH)[:, None, None] * 0.9 ** jnp.arange(16.0)
-    return x.reshape(*x.shape[:2], -1, 32), jnp.cos(angles), jnp.sin(angles)
-
-
-def rope(x: Any, scale: Any) -> Any:
-    heads, cos, sin = rotated(x)
-    return jaxnorm.rms_norm_rope(heads, cos=cos, sin=sin, scale=scale[:32])
-
-
-def plain_rope(x: Any, scale: Any) -> Any:
-    heads, cos, sin = rotated(x)
-    return PLAIN.rms_norm_rope(heads, cos, sin, scale[:32], dtype=x.dtype)
+    tables = jnp.cos(angles), jnp.sin(angles)
+    return lambda x, scale: function(x.reshape(*x.shape[:2], -1, 32), scale[:32], *tables)
 
 
 FUNCTIONS = {
-    "softmax": Function(jaxnorm.softmax, in_float32(jax.nn.softmax), "x"),
-    "log_softmax": Function(jaxnorm.log_softmax, in_float32(jax.nn.log_softmax), "x"),
+    "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
+    "log_softmax": Function(jaxnorm.log_softmax, jax.nn.log_softmax, "x"),
     "rms_norm": Function(jaxnorm.rms_norm, rms_norm, "x scale"),
     "layer_norm": Function(jaxnorm.layer_norm, layer_norm, "x scale scale"),
     "add_rms_norm": Function(jaxnorm.add_rms_norm, add_norm(rms_norm), "x x scale"),
@@ -132,63 +107,45 @@ FUNCTIONS = {
     "rms_norm_add": Function(
         jaxnorm.rms_norm_add, lambda x, r, scale: r + rms_norm(x, scale), "x x scale"
     ),
-    "rms_norm_add_rms_norm": Function(
-        jaxnorm.rms_norm_add_rms_norm,
-        lambda x, r, scale, after: PLAIN.sandwich(x, r, scale, after, dtype=x.dtype),
-        "x x scale scale",
-    ),
-    "rms_norm_gated": Function(
-        jaxnorm.rms_norm_gated,
-        lambda x, gate, scale: PLAIN.gated_rms_norm(x, gate, scale, dtype=x.dtype),
-        "x x scale",
-    ),
-    "rms_norm_rope": Function(rope, plain_rope, "x scale"),
+    "rms_norm_add_rms_norm": Function(jaxnorm.rms_norm_add_rms_norm, two_norms, "x x scale scale"),
+    "rms_norm_gated": Function(jaxnorm.rms_norm_gated, gated, "x x scale"),
+    "rms_norm_rope": Function(of_heads(jaxnorm.rms_norm_rope), of_heads(rope), "x scale"),
     "softmax_cross_entropy_with_integer_labels": Function(
-        jaxnorm.softmax_cross_entropy_with_integer_labels, losses, "logits labels"
+        jaxnorm.softmax_cross_entropy_with_integer_labels, plain_losses, "logits labels"
     ),
-    "log_prob_and_entropy": Function(
-        jaxnorm.log_prob_and_entropy, log_prob_and_entropy, "logits labels"
-    ),
+    "log_prob_and_entropy": Function(jaxnorm.log_prob_and_entropy, plain_log_prob, "logits labels"),
     "rms_norm_linear": Function(
-        lambda x, w, scale: jaxnorm.rms_norm_linear(x, w, scale, dtype=x.dtype),
-        lambda x, w, scale: rms_norm(x, scale) @ w.astype(x.dtype),
+        jaxnorm.rms_norm_linear,
+        lambda x, w, scale: rms_norm(x, scale) @ w,
         "x weight scale",
         recomputes=True,
     ),
     "gated_linear": Function(
-        lambda gate, up, w, **options: jaxnorm.gated_linear(
-            gate, up, w, dtype=gate.dtype, **options
-        ),
-        lambda gate, up, w: (jax.nn.silu(gate) * up) @ w.astype(gate.dtype),
+        jaxnorm.gated_linear,
+        lambda gate, up, w: (jax.nn.silu(gate) * up) @ w,
         "hidden hidden down",
         recomputes=True,
     ),
     "activation_linear": Function(
-        lambda x, w, **options: jaxnorm.activation_linear(x, w, dtype=x.dtype, **options),
-        lambda x, w: jax.nn.gelu(x) @ w.astype(x.dtype),
+        jaxnorm.activation_linear,
+        lambda x, w: jax.nn.gelu(x) @ w,
         "hidden down",
         recomputes=True,
     ),
     "linear_softmax_cross_entropy": Function(
-        lambda x, w, labels: jaxnorm.linear_softmax_cross_entropy(
-            x, w, labels, dtype=x.dtype, chunk=64
-        ),
-        lambda x, w, labels: losses(x @ w.astype(x.dtype), labels).mean(),
+        functools.partial(jaxnorm.linear_softmax_cross_entropy, chunk=64),
+        lambda x, w, labels: plain_losses(x @ w, labels).mean(),
         "x head labels",
     ),
     "losses of linear_softmax_cross_entropy": Function(
-        lambda x, w, labels: jaxnorm.linear_softmax_cross_entropy(
-            x, w, labels, dtype=x.dtype, chunk=64, reduction="none"
-        ),
-        lambda x, w, labels: losses(x @ w.astype(x.dtype), labels),
+        functools.partial(jaxnorm.linear_softmax_cross_entropy, chunk=64, reduction="none"),
+        lambda x, w, labels: plain_losses(x @ w, labels),
         "x head labels",
         recomputes=True,
     ),
     "linear_log_prob_and_entropy": Function(
-        lambda x, w, labels: jaxnorm.linear_log_prob_and_entropy(
-            x, w, labels, dtype=x.dtype, chunk=64
-        ),
-        lambda x, w, labels: log_prob_and_entropy(x @ w.astype(x.dtype), labels),
+        functools.partial(jaxnorm.linear_log_prob_and_entropy, chunk=64),
+        lambda x, w, labels: plain_log_prob(x @ w, labels),
         "x head labels",
         recomputes=True,
     ),

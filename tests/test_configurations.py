@@ -99,38 +99,28 @@ def with_gradient(name, shape):
     return 1 if "norm" in name and shape[1] % 8 else 2
 
 
-def check_lowering(configuration, shape, dtype, *programs):
-    """Assert that programs for CUDA have the expected kernels, and programs for a CPU have none."""
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    parameter = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+# Pairwise testing: there are three parameters (configuration, operation and shape). For any two of
+# them, every pair of their values occurs in some case.
+@pytest.mark.parametrize(
+    ("configuration", "name", "shape", "dtype"),
+    [
+        (*of, *width)
+        for configurations in (TYPES, CHECKS)
+        for *of, width in pairwise([*configurations], [*FUNCTIONS], WIDTHS)
+    ],
+)
+def test_lowering(configuration, name, shape, dtype):
+    """Programs for CUDA have the expected kernels, and programs for a CPU have none."""
+    x, parameter = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+    forward = FUNCTIONS[name]
+    programs = {forward_and_gradient(forward): with_gradient(name, shape)}
+    if configuration in TYPES:
+        programs[forward] = 1
     with CONFIGURATIONS[configuration]():
-        for function, kernels in programs:
+        for function, kernels in programs.items():
             traced = jax.jit(function).trace(x, parameter, parameter)
             assert kernels_of(traced.lower(lowering_platforms=("cuda",))) == kernels
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
-
-
-# Pairwise testing: there are three parameters (configuration, operation and shape). For any two of
-# them, every pair of their values occurs in some case.
-@pytest.mark.parametrize(
-    ("configuration", "name", "shape", "dtype"),
-    [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
-)
-def test_lowering(configuration, name, shape, dtype):
-    forward = FUNCTIONS[name]
-    both = forward_and_gradient(forward), with_gradient(name, shape)
-    check_lowering(configuration, shape, dtype, both, (forward, 1))
-
-
-# Pairwise testing: there are three parameters (configuration, operation and shape). For any two of
-# them, every pair of their values occurs in some case.
-@pytest.mark.parametrize(
-    ("configuration", "name", "shape", "dtype"),
-    [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],
-)
-def test_lowering_with_checks(configuration, name, shape, dtype):
-    both = forward_and_gradient(FUNCTIONS[name]), with_gradient(name, shape)
-    check_lowering(configuration, shape, dtype, both)
 
 
 @functools.cache

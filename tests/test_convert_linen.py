@@ -1,81 +1,22 @@
-"""Conversion of existing linen models with `jaxnorm.linen.converted`."""
+"""Conversion of linen models by `linen.converted`: contexts, traces and parameters."""
 
 import functools
 import gc
-import math
 import re
 import weakref
 
-import convert_cases
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import each_norm, message_of, normal
-from programs import kernels_in
-from reference import SAFETY, unit_roundoff
+from convert_cases import KEPT, LOST, in_double, message_of, normal
+from test_convert import LinenModel, saves
 
 import jaxnorm.linen
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-
-
-class LinenModel(nn.Module):
-    """A model of two scanned and rematerialised layers, with a norm at the end."""
-
-    @nn.compact
-    def __call__(self, x):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return x + nn.RMSNorm(name="after")(nn.Dense(16)(nn.LayerNorm()(x))), None
-
-        block = nn.remat(Layer, prevent_cse=False)
-        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
-        x, _ = nn.scan(block, **options)(name="layers")(x, None)
-        return nn.LayerNorm(scale_init=nn.initializers.normal(1.0))(x)
-
-
-def linen_results(model, variables, x):
-    def loss(variables, x):
-        y = model.apply(variables, x)
-        return jnp.sum(jnp.sin(y)), y
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(variables, x)
-
-
-def test_a_converted_linen_model(caplog):
-    model, x = LinenModel(), normal((3, 5, 16))
-    variables = model.init(jax.random.key(0), x)
-    theirs = linen_results(model, variables, x)
-    with jax.enable_x64(True):
-        double = jax.tree.map(lambda a: np.asarray(a, "float64"), (variables, x))
-        expected = linen_results(model, *double)
-    with jaxnorm.linen.converted():
-        made = model.init(jax.random.key(0), x)
-        ours = linen_results(model, variables, x)
-        calls = str(jax.make_jaxpr(model.apply)(variables, x)).count("jaxnorm.")
-    assert calls == 3
-    assert jax.tree.structure(made) == jax.tree.structure(variables)
-    jax.tree.map(np.testing.assert_array_equal, made, variables)
-    reference.assert_as_accurate(ours, theirs, expected)
-    assert not caplog.records
-
-
-@each_norm
-@pytest.mark.parametrize("save", ["output", "input"])
-def test_a_linen_norm_within_converted(name, save):
-    x, d = normal((6, 16)), normal((6, 16), 1)
-    module = getattr(nn, name)(scale_init=nn.initializers.normal(1.0))
-    with jaxnorm.linen.converted(save=save, implementation="xla"):
-        variables = module.init(jax.random.key(0), x)
-        y, vjp = jax.vjp(module.apply, variables, x)
-        gradients, dx = vjp(d)
-    jax.tree.map(np.testing.assert_array_equal, variables, module.init(jax.random.key(0), x))
-    parameters, gradients = variables["params"], gradients["params"]
-    convert_cases.assert_norm_within_bounds(name, 1e-6, x, d, parameters, y, dx, gradients, save)
 
 
 def test_compiled_functions_are_traced_for_inside_and_for_outside():
@@ -96,14 +37,11 @@ def test_compiled_functions_are_traced_for_inside_and_for_outside():
 
 def test_of_nested_contexts_the_innermost_counts():
     model, x = nn.RMSNorm(use_scale=False), normal((4, 16))
-
-    def program():
-        return str(jax.make_jaxpr(functools.partial(model.apply, {}))(x))
-
+    apply = functools.partial(model.apply, {})
     with jaxnorm.linen.converted(save="input"):
         with jaxnorm.linen.converted(save="output"):
-            assert "save=output" in program()
-        assert "save=input" in program()
+            assert saves(apply, x) == ["output"]
+        assert saves(apply, x) == ["input"]
 
 
 def test_intermediates_are_those_of_flax():
@@ -115,78 +53,38 @@ def test_intermediates_are_those_of_flax():
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
-def test_calls_that_are_left_are_named_in_one_line(caplog):
-    class Scaled(nn.RMSNorm):
-        def __call__(self, x):
-            return 2 * super().__call__(x)
-
-    class Several(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.LayerNorm(name="taken")(x)
-            x = jaxnorm.linen.RMSNorm(name="own", save="input")(x)
-            x = Scaled(name="scaled")(x)
-            x = nn.LayerNorm(name="masked")(x, mask=x > -9)
-            x = nn.RMSNorm(name="instance", reduction_axes=(0, 1))(x)
-            x = nn.RMSNorm(name="half", force_float32_reductions=False)(x)
-            return nn.LayerNorm(name="complex", dtype=jnp.complex64)(x)
-
-    x = normal((4, 16))
-    with jaxnorm.linen.converted():
-        y, variables = Several().init_with_output(jax.random.key(0), x)
-    size = float(jnp.abs(y).max())
-    # Flax's model has six norms, each of which sums over 16 or 64 elements. The bound is the sum of
-    # their rounding errors. y is complex, because the last norm has the dtype complex64.
-    error = 6 * SAFETY * unit_roundoff("float32") * (math.sqrt(64) + 8) * size
-    assert np.abs(y - Several().apply(variables, x)).max() <= error
-    norms = [
-        "scaled (Scaled is a subclass of Flax's RMSNorm, with code of its own)",
-        "masked (a mask)",
-        "instance (feature_axes=-1 are not reduction_axes=(0, 1))",
-        "half (force_float32_reductions=False)",
-        "complex (dtypes float32, float32, complex64)",
-    ]
-    convert_cases.assert_left_to_flax(caplog, "jaxnorm.linen.converted: 5 of 6", norms)
-
-
-def test_a_norm_with_a_named_axis_is_left(caplog):
-    model, x = nn.LayerNorm(axis_name="batch"), normal((4, 16))
+@pytest.mark.parametrize(
+    ("fields", "call", "reason"),
+    [
+        ({"axis_name": "batch"}, [], "axis_name='batch'"),
+        ({"force_float32_reductions": False}, [], "force_float32_reductions=False"),
+        ({}, ["mask"], "a mask"),
+    ],
+)
+def test_calls_that_are_left(fields, call, reason, caplog):
+    model, x = nn.LayerNorm(**fields), normal((4, 16))
 
     def init(x):
-        return model.init_with_output(jax.random.key(0), x)
+        options = dict.fromkeys(call, x > -9)
+        return model.init_with_output(jax.random.key(0), x, **options)
 
     mapped = jax.vmap(init, axis_name="batch")
     with jaxnorm.linen.converted():
         ours = mapped(x)
     jax.tree.map(np.testing.assert_array_equal, ours, mapped(x))
-    assert "the module itself (axis_name='batch')" in message_of(caplog)
-
-
-def lost(variables, *path):
-    """Return variables in which one norm has two columns whose scales are 0 or far below the bias.
-
-    In these columns, the norm's input cannot be recovered from its output. `path` has the keys that
-    lead to the norm's parameters.
-    """
-    if not path:
-        return convert_cases.with_lost_columns(variables)
-    name, *rest = path
-    return variables | {name: lost(variables[name], *rest)}
-
-
-REASON = "(scales of 0, or far below the bias, in 2 of 16 columns)"
-KEPT = 'norms keep their input, as with save="input": '
-
-
-def saves(function, *arguments):
-    """Return the ``save`` options of a function's norms, in program order."""
-    return re.findall(r"save=(\w+)", str(jax.make_jaxpr(function)(*arguments)))
+    assert f"the module itself ({reason})" in message_of(caplog)
 
 
 class TwoNorms(nn.Module):
+    lost: bool = False
+
     @nn.compact
     def __call__(self, x):
-        return nn.LayerNorm(name="second")(nn.LayerNorm(name="first")(x))
+        first = nn.LayerNorm(name="first", **(LOST if self.lost else {}))
+        return nn.LayerNorm(name="second")(first(x))
+
+
+REASON = "(scales of 0, or far below the bias, in 2 of 16 columns)"
 
 
 def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
@@ -195,8 +93,8 @@ def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
     This also holds under jax.grad, and for parameters that the model closes over. In all these
     cases, the values of the parameters are known.
     """
-    model, x = TwoNorms(), normal((6, 16))
-    variables = lost(model.init(jax.random.key(0), x), "params", "first")
+    model, x = TwoNorms(lost=True), normal((6, 16))
+    variables = model.init(jax.random.key(0), x)
 
     def loss(variables):
         return jnp.sum(jnp.sin(model.apply(variables, x)))
@@ -210,13 +108,6 @@ def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
     with jaxnorm.linen.converted():
         assert saves(functools.partial(model.apply, variables), x) == ["input", "output"]
         assert saves(lambda v, x: model.apply(v, x), variables, x) == ["output"] * 2
-    with jaxnorm.linen.converted(save="input"):
-        assert saves(functools.partial(model.apply, variables), x) == ["input"] * 2
-
-
-def in_double(function, *arguments):
-    with jax.enable_x64(True):
-        return function(*jax.tree.map(lambda a: np.asarray(a, "float64"), arguments))
 
 
 @pytest.mark.parametrize("given", ["variables", "params", "boxed"])
@@ -228,7 +119,8 @@ def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
     """
     model, x = LinenModel(), normal((3, 5, 16))
     variables = model.init(jax.random.key(0), x)
-    variables = lost(variables, "params", "layers", "LayerNorm_0")
+    norm = variables["params"]["layers"]["LayerNorm_0"]
+    norm |= {n: LOST[f"{n}_init"](None, a.shape, a.dtype) for n, a in norm.items()}
     params = variables if given == "variables" else variables["params"]
     if given == "boxed":
         params = jax.tree.map(lambda a: nn.Partitioned(a, (None,) * a.ndim), params)
@@ -258,16 +150,6 @@ def test_norms_that_params_lack_are_named(caplog):
         jax.eval_shape(model.apply, variables, x)
     assert message_of(caplog) == (
         "jaxnorm.linen.converted: 1 of 2 norms were not looked at: second (params has no such norm)"
-    )
-
-
-def test_where_nothing_is_converted_it_says_so(caplog):
-    model, x = nn.Sequential([nn.Dense(4), nn.BatchNorm(True)]), normal((6, 16))
-    with jaxnorm.linen.converted():
-        model.init(jax.random.key(0), x)
-    assert message_of(caplog).startswith(
-        "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called inside it, "
-        "only BatchNorm, Dense, Sequential; norms of other classes can call jaxnorm.layer_norm"
     )
 
 
@@ -324,39 +206,3 @@ def test_functions_of_calls_that_are_made_in_each_step(has_closure):
     assert sum(one() is not None for one in made) <= 1
     if has_closure:
         np.testing.assert_array_equal(step(3.0), 3 * x)
-
-
-@pytest.mark.parametrize("options", [{"save": "both"}, {"implementation": "cudnn"}])
-def test_errors_of_converted(options):
-    ((name, value),) = options.items()
-    with (
-        pytest.raises(ValueError, match=f"converted: {name}='{value}'; expected one of"),
-        jaxnorm.linen.converted(**options),
-    ):
-        pass
-
-
-def test_params_that_are_no_tree_of_names():
-    with (
-        pytest.raises(TypeError, match="converted: params is a list; expected a model's variables"),
-        jaxnorm.linen.converted(params=[jnp.ones(3)]),
-    ):
-        pass
-
-
-def test_kernels_of_a_linen_model():
-    class Wide(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.RMSNorm()(nn.LayerNorm()(x))
-
-    x = jax.ShapeDtypeStruct((1024, 4096), "float32")
-    variables = jax.eval_shape(Wide().init, jax.random.key(0), x)
-
-    def loss(variables, x):
-        return jnp.sum(Wide().apply(variables, x))
-
-    gradient = jax.grad(loss, (0, 1))
-    assert kernels_in(gradient, variables, x) == 0
-    with jaxnorm.linen.converted():
-        assert kernels_in(gradient, variables, x) == 4

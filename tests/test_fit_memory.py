@@ -1,6 +1,7 @@
 """fit_memory: training steps that are compiled into a given memory."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +168,23 @@ def test_several_functions():
     assert_same_results(
         lambda: program(WEIGHTS, X), lambda: two(plain, WEIGHTS, X), as_accurate=True
     )
+
+
+def test_two_programs_predict_the_memory_of_the_others(monkeypatch):
+    """If memory is a linear function of the saved bytes, the best of all choices is found."""
+    search = sys.modules["jaxnorm.remat.fit_memory"]._Search
+
+    def compiled(self, remat):
+        size = jaxnorm.memory_report(remat(unrolled), *self._args).total
+        self._memories.append(2 * size)
+        return size, 2 * size  # The size stands for the program.
+
+    monkeypatch.setattr(search, "_compiled", compiled)
+    points = jaxnorm.remat_plan(unrolled, WEIGHTS, X).frontier
+    assert len(points) > 2**4  # A search that halves would not find them.
+    for point in points[2 :: len(points) // 3]:
+        found = fit_memory(STEPS["unrolled"], WEIGHTS, X, limit=2 * point.bytes + 1)
+        assert found == point.bytes
 
 
 def test_compilers_that_refuse_programs(monkeypatch):

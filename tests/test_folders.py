@@ -29,12 +29,17 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-def test_folders_are_those_that_there_are():
+def test_the_pages_list_all_folders_in_the_order_of_imports():
     found = {path.parent.name for path in (ROOT / "jaxnorm").glob("*/__init__.py")}
     assert found == set(FOLDERS)
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    for folder in FOLDERS:
-        assert f"`jaxnorm/{folder}/" in page
+    for file in ("CONTRIBUTING.md", "docs/structure.md"):
+        page = (ROOT / file).read_text()
+        rows = [page.find(f"\n| `jaxnorm/{folder}/`") for folder in reversed(FOLDERS)]
+        rows.append(page.find("\n| `kernels/jaxnorm_kernels/`"))
+        assert -1 not in rows
+        assert rows == sorted(rows)  # from top to bottom, as a call passes through them
+        assert "imports only" in page
+        assert "below" in page
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -87,6 +92,20 @@ def test_one_module_imports_what_is_private_in_jax():
         if any(name.startswith(("jax._src", "jaxlib")) for name in imported(file))
     }
     assert importers == {"private_jax.py"}
+
+
+def test_attributes_that_jax_does_not_document_are_listed():
+    """The docstring of `private_jax.py` lists those that other files use."""
+    listed = ast.get_docstring(ast.parse((ROOT / "jaxnorm/calls/private_jax.py").read_text()))
+    names = {"axis_context", "for_export", "to_concrete_value", "manual_axis_type"}
+    names |= {"dce_rules", "fancy_primitive_batchers", "fancy_transposes", "GradAccum"}
+    used = {
+        node.attr
+        for file in (ROOT / "jaxnorm").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and "_accumulators" not in ast.unparse(node)
+    }
+    assert {name for name in names if f"{name}`" in listed} == names & used
 
 
 def table_of_files() -> str:

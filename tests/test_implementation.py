@@ -4,6 +4,7 @@ In these tests, a stand-in replaces the kernels of an accelerator. It calls XLA'
 a constant to their results, so that a test can see whether it ran. It has no differentiation rule.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -55,7 +56,7 @@ class Stub(types.ModuleType):
 
     @staticmethod
     def why_unsupported(spec):
-        return "it has no masked kernel" if spec.logits.has_mask else None
+        return "it has no masked kernel" if spec.has("mask") else None
 
     @staticmethod
     def why_not_default(spec):
@@ -550,20 +551,21 @@ def test_implementation_for_checks_its_arguments():
         ("gpu", "9.0", 90),
         ("gpu", "8.6", 86),
         ("gpu", "10.0", 100),
+        ("gpu", "8.0 9.0", 80),
         ("gpu", "gfx942", None),
-        ("cpu", None, None),
+        ("cpu", "", None),
     ],
 )
 def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
     """Mosaic is the default on GPUs of compute capability 9.0 and 10.0.
 
-    It is also the default if the capability is unknown.
+    It is also the default if the capability is unknown. Of several GPUs, the least capability
+    counts.
     """
-    device = types.SimpleNamespace(platform=platform)
-    if capability is not None:
-        device.compute_capability = capability
+    device = functools.partial(types.SimpleNamespace, platform=platform)
+    devices = [device(compute_capability=one) for one in capability.split()] or [device()]
     with monkeypatch.context() as patch:
-        patch.setattr(launching.jax, "local_devices", lambda: [device])
+        patch.setattr(launching.jax, "local_devices", lambda: devices)
         launching.local_capability.cache_clear()
         assert launching.local_capability() == expected
     # The capability is cached, so the following calls do not query a device.

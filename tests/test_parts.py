@@ -35,7 +35,7 @@ XLA_ONLY = ("gated_linear", "activation_linear")
 CASES = [with_fused_sizes(c) for c in selfcheck.CASES if c.function not in XLA_ONLY]
 
 
-@refused.expect("its products are of bfloat16 or float16", refused.NO_KERNEL)
+@refused.expect("its matmul supports only bfloat16 and float16", refused.NO_KERNEL)
 @pytest.mark.parametrize("dtype", selfcheck.DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case, dtype, implementation):

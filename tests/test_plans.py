@@ -56,7 +56,7 @@ PLANS = [
     ("layer_norm", IMAGES, grouped(32, 1, 1, 8, axis=(1, 2, 4)), MOSAIC, ""),
     ("layer_norm", (32, 4096, 32, 8), grouped(32, 1, 8, dtype="bfloat16"), MOSAIC, ""),
     ("layer_norm", (32, 4096, 32, 10), grouped(32, 1, 10), MOSAIC, ""),
-    ("layer_norm", (8, 1024, 32, 21), grouped(32, 1, 21), None, "no neighbours as many"),
+    ("layer_norm", (8, 1024, 32, 21), grouped(32, 1, 21), None, "too large or too small"),
     ("layer_norm", (8, 1024, 32, 8), grouped(1, 8), None, "broadcast along"),
     ("rms_norm_gated", HEADS, {"scale": vector(128)}, MOSAIC, ""),
     ("rms_norm_gated", HEADS, {"scale": vector(32, 128)}, XLA, NOT_CONSECUTIVE),
@@ -115,7 +115,7 @@ def test_a_wide_gate_has_no_kernel(x64):
         "rms_norm_gated", (8192, 1024), "float32", gate=vector(8192, 1024, dtype="float64")
     )
     assert names(plan) == XLA
-    assert "float64 arrays ask for more" in plan.forward.reason
+    assert "an array is float64" in plan.forward.reason
 
 
 def test_the_kernel_of_a_norm_and_a_product_is_asked_for_by_name():
@@ -130,9 +130,9 @@ def test_the_kernel_of_a_norm_and_a_product_is_asked_for_by_name():
     assert (by_name.forward.name, by_name.forward.reason) == ("mosaic", "asked for by name")
     assert by_name.backward == plan.backward
     assert named(implementation="xla").backward.name == "xla"
-    with pytest.raises(ValueError, match=r"^rms_norm_linear: .*its products are of"):
+    with pytest.raises(ValueError, match=r"^rms_norm_linear: .*its matmul supports"):
         named("float32", implementation="mosaic")
-    message = r"^rms_norm_linear: .* cannot run the forward of \(2, 8\): its products"
+    message = r"^rms_norm_linear: .* cannot run the forward of \(2, 8\): its matmul"
     with pytest.raises(ValueError, match=message):
         jaxnorm.rms_norm_linear(jnp.ones((2, 8)), jnp.ones((8, 4)), implementation="mosaic")
 

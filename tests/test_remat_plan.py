@@ -31,7 +31,7 @@ from remat_models import loss_of
 
 import jaxnorm
 from jaxnorm import auto_remat
-from jaxnorm.remat import cuts
+from jaxnorm.remat import costs, cuts
 from jaxnorm.remat.cuts import Graph, Step
 
 pytestmark = [
@@ -161,6 +161,19 @@ def test_gradients_of_experts(budget):
 
 
 # ----------------------------------------------------------------------------------- cuts
+
+
+def test_the_seconds_of_a_loop_are_those_of_its_iterations():
+    def body(x, _):
+        return jnp.tanh(x @ W[0]), None
+
+    def seconds(f):
+        return sum(costs.seconds(e) for e in jax.make_jaxpr(f)(X).eqns)
+
+    once = seconds(lambda x: body(x, None)[0])
+    for length in (1, 5):
+        loop = seconds(lambda x: jax.lax.scan(body, x, length=length)[0])  # noqa: B023
+        assert loop == length * once > 0
 
 
 @pytest.mark.parametrize("seed", range(20))

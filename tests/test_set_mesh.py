@@ -163,17 +163,6 @@ def test_what_is_not_compiled(name, over):
 
 
 @eight_devices
-@pytest.mark.parametrize("name", [*BASIC[-3:], "rms_norm", "softmax"])
-def test_xla_s_code(name):
-    """Without kernels, results inside a mesh are correct for all placements."""
-    mesh = mesh_of("eight")
-    (run, operands), expected = with_gradients(name), on_one_device(name)
-    with jax.set_mesh(mesh):
-        for place in PLACES:
-            assert_analysed(jax.jit(run)(*placed(operands, mesh, place)), expected)
-
-
-@eight_devices
 @pytest.mark.parametrize("name", BASIC)
 def test_second_derivatives(name):
     run, operands = with_gradients(name)

@@ -22,7 +22,6 @@ from meshes import (
     check_values,
     collectives,
     eight_devices,
-    in_shards,
     mesh_of,
     on_mesh,
     operands,
@@ -31,40 +30,16 @@ from meshes import (
 )
 from program_error import analyse, assert_analysed, assert_computes
 from programs import text_for_cuda
-from stand_in import StandIn, as_default
+from stand_in import Kernels, as_default
 
 import jaxnorm
-from jaxnorm_kernels import xla
 
 pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
 
 
-class Kernels(StandIn):
-    """An implementation that takes the place of kernels, and runs XLA's code.
-
-    It records the shape of x in each call. Like kernels, it takes x as rows, and has no masks.
-    """
-
-    def __getattr__(self, name):
-        function = getattr(xla, name)
-
-        def launch(operands, *rest):
-            (x, *_), spec = operands, rest[-1]
-            assert x.shape == (spec.rows, spec.cols), "not seen as rows"
-            assert spec.axes == (-1,)
-            assert not spec.cols_over
-            self.shapes.append(x.shape)
-            return function(operands, *rest)
-
-        return launch
-
-    def why_unsupported(self, spec):
-        return "it has no masked kernel" if spec.logits.has_mask else None
-
-
 @pytest.fixture(name="kernels", params=["xla", "kernel"])
 def which_kernels(request):
-    """Set the default implementation: XLA's code, or the class `Kernels` above.
+    """Set the default implementation: XLA's code, or the stand-in `Kernels`.
 
     The fixture's value is the `Kernels` object, or None for XLA's code.
     """
@@ -87,30 +62,6 @@ def moved(compiled):
 # All ways to shard an array with three axes, and a vector, over a mesh with two axes.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@each_kind
-@pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
-def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
-    """If groups of rows have their own parameters, a device needs only its own groups' parameters.
-
-    If several devices have rows of the same group, they sum the gradient of its parameters.
-    """
-    d, x, _ = operands("rms_norm")
-    scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
-    specs = (
-        P("data", "seq"),
-        P(*[n if size > 1 else None for n, size in zip(("data", "seq"), lead)]),
-    )
-    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
-    function = step("rms_norm")
-    if kind == "manual":
-        ins = (specs[0], specs[0], specs[1])
-        function = jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=ins)
-    sharded = in_shards((d, x, scale), mesh, (specs[0], *specs))
-    compiled = jax.jit(function).lower(*sharded).compile()
-    assert_computes(compiled(*sharded), step("rms_norm"), d, x, scale)
-    assert kernels is None or len(kernels.shapes) == 2
 
 
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
@@ -139,23 +90,6 @@ def test_other_axes(kernels, axis, kind):
         compiled = jax.jit(of_axis).lower(sharded).compile()
         assert not collectives(compiled)
         assert_computes(compiled(sharded), of_axis, x)
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("mask_shape", [SHAPE, (1, 16, 64), (8, 1, 1), (64,)])
-def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
-    mesh = mesh_of(DATA, kind)
-    x = operands("softmax")[1]
-    mask = jnp.asarray(np.random.default_rng(1).random(mask_shape) < 0.7)
-    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
-    where = jax.device_put(mask, NamedSharding(mesh, P("data" if mask_shape[0] == 8 else None)))
-
-    def masked(x, where):
-        return jaxnorm.softmax(x, where=where)
-
-    compiled = jax.jit(masked).lower(sharded, where).compile()
-    assert not moved(compiled)
-    assert_computes(compiled(sharded, where), masked, x, mask)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

@@ -49,6 +49,21 @@ def test_options_are_those_of_the_family():
         spec.replaced(options=LossOptions())
 
 
+@pytest.mark.parametrize("of", OPS)
+def test_a_question_for_another_family_raises(of):
+    """A question that every family answers, such as `Spec.has`, does not raise."""
+    spec = build_spec(OPS[of], "bwd", 4, 128, F32, F32)
+    for family in OF_ONE:
+        if family == of:
+            getattr(spec, family)
+        else:
+            with pytest.raises(TypeError, match=f"a {OPS[of]} has no {family.title()}Options"):
+                getattr(spec, family)
+    for operand in ("bias", "table", "mask", "logits_bias", "logits_scale", "positions"):
+        assert not spec.has(operand)
+    assert not spec.is_causal
+
+
 def test_a_spec_is_small():
     assert len(dataclasses.fields(Spec)) <= 16
 

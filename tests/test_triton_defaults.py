@@ -141,7 +141,7 @@ def test_the_table_is_what_was_measured():
     [
         (Timing(0.8, 0.7, 0.9), None),
         (Timing(0.81, 0.7, 0.9), "took 0.81 of XLA's time (0.70 to 0.90) on an H100, with"),
-        (None, "its kernel of softmax is not timed"),
+        (None, "its kernel for softmax was not timed"),
     ],
 )
 def test_the_default_is_what_was_fast_enough(timing, reason, monkeypatch):

@@ -154,7 +154,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
-            if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
+            if spec.is_softmax and (spec.softmax.mask_rows or spec.softmax.logits_bias_rows):
                 # The xla implementation does not support the kernel's two-dimensional mask and
                 # bias, so `formula` cannot compute the results. Call `kernel` instead. Its results
                 # are not correct, because `run` above launches nothing and returns zeros. The
@@ -162,7 +162,7 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
                 return kernel(*arrays, spec, **schedule)
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
-            if (shared := spec.norm.table_rows) is not None:
+            if spec.is_norm and (shared := spec.norm.table_rows) is not None:
                 at = _operand_rows(shared)
                 first = first._replace(cos=first.cos[at], sin=first.sin[at])
             return formula(first, *others, spec)

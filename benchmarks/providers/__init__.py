@@ -34,7 +34,6 @@ class Provider:
     """A provider: a library, or one way to call a library.
 
     Attributes:
-      label: the provider's name in tables and plots.
       side: the framework in whose processes the provider runs.
       adapter: the name of its adapter module in this package.
       distributions: the packages that must be installed. Their versions are recorded with every
@@ -48,7 +47,6 @@ class Provider:
       wide_parameters: True if scale and bias are always float32; otherwise they have x's dtype.
     """
 
-    label: str
     side: Side
     adapter: str
     distributions: tuple[str, ...]
@@ -81,59 +79,32 @@ _EVERYTHING: dict[str, Any] = {
     "mixed": (*NORMS, *MIXED),
     "losses": tuple(LOSSES),
 }
+#: Ways to compute jaxnorm's linear cross-entropy: with larger chunks, and by `linear_loss` of
+#: jaxnorm's loss or of plain JAX.
+LINEAR_LOSSES = (
+    *("jaxnorm_2048", "linear_loss", "linear_loss_2048"),
+    *("linear_loss_plain", "linear_loss_plain_2048"),
+)
+_LINEAR: dict[str, Any] = {"losses": ("linear_cross_entropy",)}
+_JAXNORM = Provider("jax", "jaxnorm_functions", ("jax",), **_EVERYTHING)
+_TORCH = Provider("torch", "torch_functions", ("torch",), mixed=NORMS, wide_parameters=False)
 PROVIDERS: dict[str, Provider] = {
-    "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
-    "mosaic": Provider("jaxnorm mosaic", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
-    "triton": Provider(
-        "jaxnorm triton",
-        "jax",
-        "jaxnorm_functions",
-        ("jax", "jax-triton", "triton"),
-        **_EVERYTHING,
-    ),
-    "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
-    # jaxnorm has a single function for each of these blocks. The provider `composed` does not call
-    # this function. Instead it calls jaxnorm's plain norm or softmax, and computes the rest of the
-    # block in jax.numpy. `composed` measures the blocks add_rms_norm and add_layer_norm only with
-    # mixed dtypes. With a single dtype, it would run the same code as the provider `jaxnorm` runs
-    # for the blocks residual_rms_norm and residual_layer_norm.
-    "composed": Provider(
-        "jaxnorm composed",
-        "jax",
-        "jaxnorm_functions",
-        ("jax",),
-        operations=(),
-        blocks=tuple(op for op in BLOCKS if not op.startswith(("add_", "residual_"))),
-        mixed=MIXED,
-    ),
-    # Other ways to compute jaxnorm's linear cross-entropy: `linear_loss`, and larger chunks.
-    **{
-        name: Provider(
-            label, "jax", "linear_loss_functions", ("jax",), (), losses=("linear_cross_entropy",)
-        )
-        for name, label in {
-            "jaxnorm_2048": "jaxnorm, chunk=2048",
-            "linear_loss": "linear_loss of jaxnorm's loss",
-            "linear_loss_2048": "linear_loss of jaxnorm's loss, chunk=2048",
-            "linear_loss_plain": "linear_loss of plain JAX",
-            "linear_loss_plain_2048": "linear_loss of plain JAX, chunk=2048",
-        }.items()
-    },
-    "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), **_EVERYTHING),
-    "flax": Provider("Flax", "jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),
-    "optax": Provider(
-        "optax", "jax", "optax_functions", ("jax", "optax"), (), losses=CROSS_ENTROPIES
-    ),
+    "jaxnorm": _JAXNORM,
+    "mosaic": _JAXNORM,
+    "triton": dataclasses.replace(_JAXNORM, distributions=("jax", "jax-triton", "triton")),
+    "xla": _JAXNORM,
+    **dict.fromkeys(LINEAR_LOSSES, Provider("jax", "jaxnorm_functions", ("jax",), (), **_LINEAR)),
+    "jnp": Provider("jax", "jnp_functions", ("jax",), **_EVERYTHING),
+    "flax": Provider("jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),
+    "optax": Provider("jax", "optax_functions", ("jax", "optax"), (), losses=CROSS_ENTROPIES),
     "tokamax": Provider(
-        "tokamax",
         "jax",
         "tokamax_functions",
         ("jax", "tokamax", "jax-triton", "triton"),
         NORMS,
-        losses=("linear_cross_entropy",),
+        **_LINEAR,
     ),
     "quack": Provider(
-        "QuACK",
         "torch",
         "quack_functions",
         ("torch", "quack-kernels"),
@@ -143,7 +114,6 @@ PROVIDERS: dict[str, Provider] = {
         mixed=("rms_norm", "add_rms_norm"),
     ),
     "liger": Provider(
-        "Liger",
         "torch",
         "liger_functions",
         ("torch", "liger-kernel", "triton"),
@@ -153,31 +123,18 @@ PROVIDERS: dict[str, Provider] = {
         overwrites=("cross_entropy", "capped_cross_entropy"),
         wide_parameters=False,
     ),
-    "torch": Provider(
-        "torch eager",
-        "torch",
-        "torch_functions",
-        ("torch",),
-        mixed=NORMS,
-        wide_parameters=False,
-    ),
-    "torch.compile": Provider(
-        "torch.compile",
-        "torch",
-        "torch_functions",
-        ("torch", "triton"),
+    "torch": _TORCH,
+    "torch.compile": dataclasses.replace(
+        _TORCH,
+        distributions=("torch", "triton"),
         blocks=("add_rms_norm", "add_layer_norm", "residual_rms_norm", "residual_layer_norm"),
         losses=tuple(LOSSES),
         mixed=(*NORMS, *MIXED),
-        wide_parameters=False,
     ),
 }
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     """Return the provider's function for `op`. Its arguments are operands, then parameters."""
-    return _adapter(name).function(name, op, y_dtype)
-
-
-def _adapter(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
+    adapter = importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
+    return adapter.function(name, op, y_dtype)

@@ -1,10 +1,4 @@
-"""The functions of the providers that call jaxnorm.
-
-There are three kinds of provider. The first calls jaxnorm with its default implementation, the
-second calls it with a given implementation. The third, `composed`, is for blocks (groups of
-operations that jaxnorm can fuse). It calls only jaxnorm's plain norm or softmax, and computes the
-rest of the block in jax.numpy.
-"""
+"""The functions of the providers that call jaxnorm, with its default or a given implementation."""
 
 import functools
 from collections.abc import Callable
@@ -18,35 +12,10 @@ from benchmarks.losses import SOFTCAP
 from benchmarks.providers import jnp_functions
 
 
-def biased_softmax(x: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
-    return jaxnorm.softmax(x, bias=bias, **given)
-
-
-def masked_softmax(x: jax.Array, where: jax.Array, **given: Any) -> jax.Array:
-    return jaxnorm.softmax(x, where=where, **given)
-
-
 def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
     groups = x.reshape(*x.shape[:-1], CHANNEL_GROUPS, -1)
     parameters = (a.reshape(CHANNEL_GROUPS, 1, 1, -1) for a in (scale, bias))
     return jaxnorm.layer_norm(groups, *parameters, axis=(1, 2, 4), **given).reshape(x.shape)
-
-
-def gated_add_layer_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    gate: jax.Array,
-    **given: Any,
-) -> tuple[jax.Array, jax.Array]:
-    return jaxnorm.add_layer_norm(x, residual, scale, bias, gate=gate, **given)
-
-
-def rms_norm_rope(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, **given: Any
-) -> jax.Array:
-    return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
 
 
 # Maps the name of a block to two things: a function that calls jaxnorm, and a dict of keyword
@@ -57,15 +26,29 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "post_norm": (jaxnorm.rms_norm_add, {}),
     "sandwich": (jaxnorm.rms_norm_add_rms_norm, {}),
     "ada_layer_norm": (jaxnorm.layer_norm, {"scale_offset": 1.0}),
-    "gated_add_layer_norm": (gated_add_layer_norm, {"scale_offset": 1.0}),
-    "masked_softmax": (masked_softmax, {"scale": LOGITS_SCALE}),
+    "gated_add_layer_norm": (
+        lambda x, residual, scale, bias, gate, **given: jaxnorm.add_layer_norm(
+            x, residual, scale, bias, gate=gate, **given
+        ),
+        {"scale_offset": 1.0},
+    ),
+    "masked_softmax": (
+        lambda x, where, **given: jaxnorm.softmax(x, where=where, **given),
+        {"scale": LOGITS_SCALE},
+    ),
     "causal_softmax": (jaxnorm.softmax, {"scale": LOGITS_SCALE, "causal": True}),
-    "biased_softmax": (biased_softmax, {"scale": LOGITS_SCALE}),
+    "biased_softmax": (
+        lambda x, bias, **given: jaxnorm.softmax(x, bias=bias, **given),
+        {"scale": LOGITS_SCALE},
+    ),
     "column_softmax": (jaxnorm.softmax, {"axis": -2}),
     "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
     "group_norm": (group_norm, {}),
     "group_norm_silu": (group_norm, {"activation": "silu"}),
-    "rms_norm_rope": (rms_norm_rope, {}),
+    "rms_norm_rope": (
+        lambda x, cos, sin, scale, **given: jaxnorm.rms_norm_rope(x, scale, cos, sin, **given),
+        {},
+    ),
     "gated_rms_norm": (jaxnorm.rms_norm_gated, {}),
     "gate_first_rms_norm": (jaxnorm.rms_norm_gated, {"norm_before_gate": False}),
 }
@@ -87,8 +70,25 @@ _LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
+def _plain_loss(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(logits) - logits[label]
+
+
+# Ways to compute the linear cross-entropy. "_2048" after the name stands for chunks of 2048 rows.
+_LINEAR_LOSSES: dict[str, Callable[..., jax.Array]] = {
+    "jaxnorm": jaxnorm.linear_softmax_cross_entropy,
+    "linear_loss": functools.partial(
+        jaxnorm.linear_loss, jaxnorm.softmax_cross_entropy_with_integer_labels
+    ),
+    "linear_loss_plain": functools.partial(jaxnorm.linear_loss, _plain_loss),
+}
+
+
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    implementation = None if name in ("jaxnorm", "composed") else name
+    way, rows, _ = name.partition("_2048")
+    if name != "jaxnorm" and way in _LINEAR_LOSSES:
+        return functools.partial(_LINEAR_LOSSES[way], chunk=2048 if rows else None)
+    implementation = None if name == "jaxnorm" else name
 
     def plain(norm: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(norm, implementation=implementation)
@@ -97,7 +97,7 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         return functools.partial(plain(getattr(jaxnorm, op)), dtype=y_dtype)
     if op in _LOSSES:
         return plain(_LOSSES[op])
-    if op not in _BLOCKS or name == "composed":
+    if op not in _BLOCKS:  # an addition, and then a norm
         norms = plain(jaxnorm.rms_norm), plain(jaxnorm.layer_norm)
         return jnp_functions.Plain(*norms, plain(jaxnorm.softmax)).block(op, y_dtype)
     block, given = _BLOCKS[op]

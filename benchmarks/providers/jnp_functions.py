@@ -43,33 +43,21 @@ class Plain:
     softmax: Callable[..., Array]
 
     def block(self, op: str, y_dtype: str) -> Callable[..., Any]:
-        blocks: dict[str, Callable[..., Any]] = {
-            "add_rms_norm": functools.partial(self.add_norm, self.rms_norm),
-            "add_layer_norm": functools.partial(self.add_norm, self.layer_norm),
-            "residual_rms_norm": functools.partial(self.add_norm, self.rms_norm),
-            "residual_layer_norm": functools.partial(self.add_norm, self.layer_norm),
-            "post_norm": self.post_norm,
-            "sandwich": self.sandwich,
-            "ada_layer_norm": self.ada_layer_norm,
-            "gated_add_layer_norm": self.gated_add_layer_norm,
-            "masked_softmax": self.masked_softmax,
-            "causal_softmax": self.causal_softmax,
-            "biased_softmax": self.biased_softmax,
-            "column_softmax": self.column_softmax,
-            "channel_layer_norm": self.channel_layer_norm,
-            "group_norm": self.group_norm,
-            "group_norm_silu": self.group_norm_silu,
-            "rms_norm_rope": self.rms_norm_rope,
-            "gated_rms_norm": self.gated_rms_norm,
-            "gate_first_rms_norm": self.gate_first_rms_norm,
-        }
-        return functools.partial(blocks[op], dtype=y_dtype)
+        return functools.partial(getattr(self, op), dtype=y_dtype)
 
-    def add_norm(
-        self, norm: Callable[..., Array], x: Array, residual: Array, *parameters: Array, dtype: str
+    def residual_rms_norm(
+        self, x: Array, residual: Array, scale: Array, *, dtype: str
     ) -> tuple[Array, Array]:
         h = x + residual
-        return norm(h, *parameters, dtype=dtype), h
+        return self.rms_norm(h, scale, dtype=dtype), h
+
+    def residual_layer_norm(
+        self, x: Array, residual: Array, scale: Array, bias: Array, *, dtype: str
+    ) -> tuple[Array, Array]:
+        h = x + residual
+        return self.layer_norm(h, scale, bias, dtype=dtype), h
+
+    add_rms_norm, add_layer_norm = residual_rms_norm, residual_layer_norm
 
     def post_norm(self, x: Array, residual: Array, scale: Array, *, dtype: str) -> Array:
         return residual + self.rms_norm(x, scale, dtype=dtype)
@@ -132,16 +120,21 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(wide, axis=-1) - chosen
 
 
-def capped_cross_entropy(logits: Array, labels: Array) -> Array:
-    return cross_entropy(SOFTCAP * jnp.tanh(logits.astype(jnp.float32) / SOFTCAP), labels)
+def cross_entropies(of_logits: Callable[..., Array]) -> dict[str, Callable[..., Array]]:
+    """Return a cross-entropy of logits, with a cap, after a linear layer, and with both."""
 
+    def capped(logits: Array, labels: Array) -> Array:
+        return of_logits(SOFTCAP * jnp.tanh(logits.astype(jnp.float32) / SOFTCAP), labels)
 
-def linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array:
-    return jnp.mean(cross_entropy(x @ weight, labels))
+    def after_layer(loss: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda x, weight, labels: jnp.mean(loss(x @ weight, labels))
 
-
-def capped_linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array:
-    return jnp.mean(capped_cross_entropy(x @ weight, labels))
+    return {
+        "cross_entropy": of_logits,
+        "capped_cross_entropy": capped,
+        "linear_cross_entropy": after_layer(of_logits),
+        "capped_linear_cross_entropy": after_layer(capped),
+    }
 
 
 def log_prob_and_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
@@ -167,12 +160,14 @@ def linear_kl_divergence(x: Array, weight: Array, teacher_x: Array, teacher_weig
     return jnp.mean(kl_divergence(x @ weight, teacher_x @ teacher_weight))
 
 
-_LOSSES = (
-    *(cross_entropy, capped_cross_entropy, linear_cross_entropy, capped_linear_cross_entropy),
-    *(log_prob_and_entropy, linear_log_prob_and_entropy),
-    *(kl_divergence, reverse_kl_divergence, linear_kl_divergence),
-)
-_OTHERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in _LOSSES}
+_OTHERS: dict[str, Callable[..., Any]] = {
+    **cross_entropies(cross_entropy),
+    "log_prob_and_entropy": log_prob_and_entropy,
+    "linear_log_prob_and_entropy": linear_log_prob_and_entropy,
+    "kl_divergence": kl_divergence,
+    "reverse_kl_divergence": reverse_kl_divergence,
+    "linear_kl_divergence": linear_kl_divergence,
+}
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)
 
 

@@ -19,26 +19,15 @@ from torch import Tensor
 
 from benchmarks.losses import SOFTCAP
 
-_CROSS_ENTROPY = LigerCrossEntropyLoss(reduction="none")
-_CAPPED_CROSS_ENTROPY = LigerCrossEntropyLoss(reduction="none", softcap=SOFTCAP)
-_LINEAR_CROSS_ENTROPY = LigerFusedLinearCrossEntropyLoss()
-_CAPPED_LINEAR_CROSS_ENTROPY = LigerFusedLinearCrossEntropyLoss(softcap=SOFTCAP)
+
+def _of_logits(**options: float) -> Callable[..., Tensor]:
+    loss = LigerCrossEntropyLoss(reduction="none", **options)
+    return lambda logits, labels: loss(logits, labels).float()  # it has the dtype of the logits
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return _CROSS_ENTROPY(logits, labels).float()  # the result has the dtype of the logits
-
-
-def capped_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return _CAPPED_CROSS_ENTROPY(logits, labels).float()
-
-
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return _LINEAR_CROSS_ENTROPY(weight.t(), x, labels)
-
-
-def capped_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return _CAPPED_LINEAR_CROSS_ENTROPY(weight.t(), x, labels)
+def _of_layer(**options: float) -> Callable[..., Tensor]:
+    loss = LigerFusedLinearCrossEntropyLoss(**options)
+    return lambda x, weight, labels: loss(weight.t(), x, labels)
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
@@ -49,8 +38,8 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         "add_rms_norm": lambda x, residual, scale: liger_fused_add_rms_norm(
             x, residual, scale, 1e-6
         ),
-        "cross_entropy": cross_entropy,
-        "capped_cross_entropy": capped_cross_entropy,
-        "linear_cross_entropy": linear_cross_entropy,
-        "capped_linear_cross_entropy": capped_linear_cross_entropy,
+        "cross_entropy": _of_logits(),
+        "capped_cross_entropy": _of_logits(softcap=SOFTCAP),
+        "linear_cross_entropy": _of_layer(),
+        "capped_linear_cross_entropy": _of_layer(softcap=SOFTCAP),
     }[op]

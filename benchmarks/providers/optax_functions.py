@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.losses import SOFTCAP
+from benchmarks.providers import jnp_functions
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -16,24 +16,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return losses.astype(jnp.float32)
 
 
-def capped_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return cross_entropy(SOFTCAP * jnp.tanh(logits.astype(jnp.float32) / SOFTCAP), labels)
-
-
-def linear_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.mean(cross_entropy(x @ weight, labels))
-
-
-def capped_linear_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.mean(capped_cross_entropy(x @ weight, labels))
-
-
-_LOSSES: dict[str, Callable[..., jax.Array]] = {
-    "cross_entropy": cross_entropy,
-    "capped_cross_entropy": capped_cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy,
-    "capped_linear_cross_entropy": capped_linear_cross_entropy,
-}
+_LOSSES = jnp_functions.cross_entropies(cross_entropy)
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., jax.Array]:

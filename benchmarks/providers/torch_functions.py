@@ -81,21 +81,16 @@ def linear_kl_divergence(
     return kl_divergence(x @ weight, teacher_x @ teacher_weight).mean()
 
 
-_LOSSES = (
+_FUNCTIONS = (
+    *(softmax, log_softmax, layer_norm, rms_norm, add_rms_norm, add_layer_norm),
     *(cross_entropy, capped_cross_entropy, linear_cross_entropy, capped_linear_cross_entropy),
     *(log_prob_and_entropy, linear_log_prob_and_entropy),
     *(kl_divergence, reverse_kl_divergence, linear_kl_divergence),
 )
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "softmax": softmax,
-    "log_softmax": log_softmax,
-    "layer_norm": layer_norm,
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "add_layer_norm": add_layer_norm,
+    **{f.__name__: f for f in _FUNCTIONS},
     "residual_rms_norm": add_rms_norm,
     "residual_layer_norm": add_layer_norm,
-    **{f.__name__: f for f in _LOSSES},
 }
 
 

@@ -134,14 +134,13 @@ class _DiTLayer(nnx.Module):
 class _DiT(nnx.Module):
     def __init__(
         self,
-        layers: int,
         width: int,
-        heads: int,
-        hidden: int,
         channels: int,
         count: int,
         dtype: DType,
         rngs: nnx.Rngs,
+        layers: int,
+        **of_layer: int,
     ) -> None:
         linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         self.width, self.dtype = width, dtype
@@ -149,9 +148,8 @@ class _DiT(nnx.Module):
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (count, width)))
         self.classes = nnx.Embed(1000, width, dtype=dtype, rngs=rngs)
         self.time = linear(width, width)
-        self.layers = nnx.List(
-            [_DiTLayer(width, heads, hidden, dtype, rngs) for _ in range(layers)]
-        )
+        layer = functools.partial(_DiTLayer, width, dtype=dtype, rngs=rngs, **of_layer)
+        self.layers = nnx.List([layer() for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
         self.head = linear(width, channels)
 
@@ -188,21 +186,13 @@ def _blend(batch: dict[str, Array], dtype: DType) -> Array:
 
 
 def dit(
-    dtype: DType,
-    layers: int,
-    width: int,
-    heads: int,
-    hidden: int,
-    channels: int,
-    patch: int,
-    batch: int,
-    size: int,
+    dtype: DType, width: int, channels: int, patch: int, batch: int, size: int, **sizes: int
 ) -> Program:
     count = (size // patch) ** 2
 
     def create(key: Array) -> _DiT:
         rngs = nnx.Rngs(key)
-        return _DiT(layers, width, heads, hidden, channels * patch**2, count, dtype, rngs)
+        return _DiT(width, channels * patch**2, count, dtype, rngs, **sizes)
 
     graph, _ = nnx.split(nnx.eval_shape(lambda: create(jax.random.key(0))), nnx.Param)
 
@@ -283,16 +273,8 @@ class _UNet(nn.Module):
         return conv(batch["images"].shape[-1], (3, 3))(x)
 
 
-def u_net(
-    dtype: DType,
-    channels: tuple[int, ...],
-    blocks: int,
-    groups: int,
-    heads: int,
-    batch: int,
-    size: int,
-) -> Program:
-    module = _UNet(channels, blocks, groups, heads, dtype)
+def u_net(dtype: DType, batch: int, size: int, **sizes: Any) -> Program:
+    module = _UNet(**sizes, dtype=dtype)
 
     def loss(predicted: Array, batch: dict[str, Array]) -> Array:
         return parts.squared_error(predicted, batch["noise"] - batch["images"])

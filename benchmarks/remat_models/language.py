@@ -6,6 +6,7 @@ whose layers are unrolled. GPT-2, Llama and Qwen 3 are the models of `language_m
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,11 +43,71 @@ def plain(dtype: DType, name: str, **sizes: int) -> Program:
     return of_model(model(dtype, name, **sizes))
 
 
-def _scanned(block: Any, length: int, *arguments: Any, **fields: Any) -> Any:
-    """Return the layers of a model as one module, a scan over stacked parameters."""
-    split: Any = {"params": True}
-    layers = nn.scan(block, variable_axes={"params": 0}, split_rngs=split, length=length)
-    return layers(*arguments, **fields)
+class _Decoder(nn.Module):
+    """Embed tokens, apply layers, and compute logits.
+
+    Attributes:
+      block: the class of a block of layers, a function of x. In a scan, it also takes None, and
+        returns x and None.
+      blocks: the number of blocks.
+      of_block: arguments of `block`. If there is a number of `streams`, x has as many copies.
+      is_scanned: True for a scan over stacked parameters, False for separate blocks.
+      is_tied: True if the embedding is also the weight of the last layer.
+      cap: a cap of the logits. Where there is one, embeddings are scaled by the root of the width.
+    """
+
+    block: Any
+    blocks: int
+    of_block: dict[str, Any]
+    width: int
+    vocabulary: int
+    dtype: DType
+    is_scanned: bool = True
+    is_tied: bool = False
+    cap: float | None = None
+
+    @nn.compact
+    def __call__(self, batch: Array) -> Array:
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        of_block, streams = {**self.of_block, "dtype": self.dtype}, self.of_block.get("streams")
+        x = embed(batch)
+        if self.cap is not None:
+            x = x * jnp.asarray(self.width**0.5, self.dtype)
+        if streams is not None:
+            x = jnp.repeat(x[..., None, :], streams, axis=-2)
+        if self.is_scanned:
+            split: Any = {"params": True}
+            axes: Any = {"params": 0}
+            scan = nn.scan(self.block, variable_axes=axes, split_rngs=split, length=self.blocks)
+            x, _ = scan(**of_block)(x, None)
+        else:
+            for _ in range(self.blocks):
+                x = self.block(**of_block)(x)
+        if streams is not None:
+            x = jnp.sum(x, axis=-2)
+        x = nn.RMSNorm(dtype=self.dtype)(x)
+        head = nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)
+        logits = embed.attend(x) if self.is_tied else head(x)
+        return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
+
+
+def _decoder(
+    block: Any, heads: str | None = None, *, layers_per_block: int = 1, **options: Any
+) -> Callable[..., Program]:
+    """Return a function that returns the program of a `_Decoder`, given its sizes.
+
+    `heads` names the number of heads among them, if attention stores its probabilities.
+    """
+
+    def program(
+        dtype: DType, layers: int, width: int, vocabulary: int, batch: int, seq: int, **sizes: Any
+    ) -> Program:
+        blocks = layers // layers_per_block
+        module = _Decoder(block, blocks, sizes, width, vocabulary, dtype, **options)
+        matrix = batch * sizes[heads] * seq * seq if heads else 0
+        return parts.of_tokens(module, (batch, seq, width), vocabulary, matrix=matrix, length=seq)
+
+    return program
 
 
 class _Attention(nn.Module):
@@ -98,28 +159,7 @@ class _GemmaPair(nn.Module):
         return x, None
 
 
-class _Gemma(nn.Module):
-    layers: int
-    width: int
-    vocabulary: int
-    pair: dict[str, Any]
-    dtype: DType
-
-    @nn.compact
-    def __call__(self, batch: Array) -> Array:
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        x = embed(batch) * jnp.asarray(self.width**0.5, self.dtype)
-        x, _ = _scanned(_GemmaPair, self.layers // 2, dtype=self.dtype, **self.pair)(x, None)
-        logits = embed.attend(nn.RMSNorm(dtype=self.dtype)(x))
-        return 30.0 * jnp.tanh(logits / 30.0)
-
-
-def gemma_2(
-    dtype: DType, layers: int, width: int, vocabulary: int, batch: int, seq: int, **pair: int
-) -> Program:
-    module = _Gemma(layers, width, vocabulary, pair, dtype)
-    matrix = batch * pair["heads"] * seq * seq
-    return parts.of_tokens(module, (batch, seq, width), vocabulary, matrix=matrix, length=seq)
+gemma_2 = _decoder(_GemmaPair, "heads", layers_per_block=2, is_tied=True, cap=30.0)
 
 
 # Mixtral: each token runs through two of the experts, whose rows are sorted for ragged matmuls.
@@ -164,37 +204,8 @@ class _MixtralLayer(nn.Module):
         return x + _Experts(*self.experts, self.dtype)(norm()(x)), None
 
 
-class _Decoder(nn.Module):
-    """Embed tokens, apply scanned layers, and compute logits."""
-
-    layers: int
-    width: int
-    vocabulary: int
-    layer: Any
-    dtype: DType
-
-    @nn.compact
-    def __call__(self, batch: Array) -> Array:
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(batch)
-        x, _ = _scanned(self.layer.func, self.layers, **self.layer.keywords)(x, None)
-        x = nn.RMSNorm(dtype=self.dtype)(x)
-        return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
-
-
-def mixtral(
-    dtype: DType,
-    layers: int,
-    width: int,
-    vocabulary: int,
-    batch: int,
-    seq: int,
-    attention: tuple[int, int, int],
-    experts: tuple[int, int, int],
-) -> Program:
-    """Return Mixtral. `attention` is (heads, kv_heads, head), `experts` (all, chosen, hidden)."""
-    layer = functools.partial(_MixtralLayer, attention=attention, experts=experts, dtype=dtype)
-    module = _Decoder(layers, width, vocabulary, layer, dtype)
-    return parts.of_tokens(module, (batch, seq, width), vocabulary)
+# `attention` is (heads, kv_heads, head), `experts` (all, chosen, hidden).
+mixtral = _decoder(_MixtralLayer)
 
 
 # Hyper-connections (mHC): several residual streams, which a doubly stochastic matrix mixes.
@@ -247,27 +258,7 @@ class _ConnectedLayer(nn.Module):
         return x, None
 
 
-class _HyperConnections(nn.Module):
-    layers: int
-    width: int
-    vocabulary: int
-    layer: dict[str, Any]
-    dtype: DType
-
-    @nn.compact
-    def __call__(self, batch: Array) -> Array:
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(batch)
-        x = jnp.repeat(x[..., None, :], self.layer["streams"], axis=-2)
-        x, _ = _scanned(_ConnectedLayer, self.layers, dtype=self.dtype, **self.layer)(x, None)
-        x = nn.RMSNorm(dtype=self.dtype)(jnp.sum(x, axis=-2))
-        return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
-
-
-def hyper_connections(
-    dtype: DType, layers: int, width: int, vocabulary: int, batch: int, seq: int, **layer: Any
-) -> Program:
-    module = _HyperConnections(layers, width, vocabulary, layer, dtype)
-    return parts.of_tokens(module, (batch, seq, width), vocabulary)
+hyper_connections = _decoder(_ConnectedLayer)
 
 
 # Mamba 2: a state-space layer, computed in chunks of tokens (SSD).
@@ -336,27 +327,7 @@ class _MambaLayer(nn.Module):
         return x + dense(x.shape[-1])(nn.RMSNorm(dtype=self.dtype)(y))
 
 
-class _Mamba(nn.Module):
-    layers: int
-    width: int
-    vocabulary: int
-    layer: dict[str, Any]
-    dtype: DType
-
-    @nn.compact
-    def __call__(self, batch: Array) -> Array:
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        x = embed(batch)
-        for _ in range(self.layers):
-            x = _MambaLayer(dtype=self.dtype, **self.layer)(x)
-        return embed.attend(nn.RMSNorm(dtype=self.dtype)(x))
-
-
-def mamba_2(
-    dtype: DType, layers: int, width: int, vocabulary: int, batch: int, seq: int, **layer: int
-) -> Program:
-    module = _Mamba(layers, width, vocabulary, layer, dtype)
-    return parts.of_tokens(module, (batch, seq, width), vocabulary)
+mamba_2 = _decoder(_MambaLayer, is_scanned=False, is_tied=True)
 
 
 # BERT: norms after the residual additions, dropout, and masked tokens.
@@ -387,12 +358,12 @@ class _BertLayer(nn.Module):
 
 
 class _Bert(nn.Module):
-    layers: int
     width: int
     heads: int
-    hidden: int
     vocabulary: int
     dtype: DType
+    layers: int
+    hidden: int
     rate: float = 0.1
 
     @nn.compact
@@ -409,16 +380,9 @@ class _Bert(nn.Module):
 
 
 def bert(
-    dtype: DType,
-    layers: int,
-    width: int,
-    heads: int,
-    hidden: int,
-    vocabulary: int,
-    batch: int,
-    seq: int,
+    dtype: DType, width: int, heads: int, vocabulary: int, batch: int, seq: int, **sizes: Any
 ) -> Program:
-    module = _Bert(layers, width, heads, hidden, vocabulary, dtype)
+    module = _Bert(width, heads, vocabulary, dtype, **sizes)
 
     def batches(key: Array) -> dict[str, Any]:
         given = parts.tokens(batch, seq, vocabulary=vocabulary)(key)
@@ -473,13 +437,13 @@ def _relative_bias(heads: int, length: int, is_causal: bool, dtype: DType) -> Ar
 
 
 class _T5(nn.Module):
-    layers: int
     width: int
     heads: int
-    head: int
-    hidden: int
     vocabulary: int
     dtype: DType
+    layers: int
+    head: int
+    hidden: int
 
     @nn.compact
     def __call__(self, batch: dict[str, Array]) -> Array:
@@ -506,17 +470,9 @@ class _T5(nn.Module):
 
 
 def t5(
-    dtype: DType,
-    layers: int,
-    width: int,
-    heads: int,
-    head: int,
-    hidden: int,
-    vocabulary: int,
-    batch: int,
-    seq: int,
+    dtype: DType, width: int, heads: int, vocabulary: int, batch: int, seq: int, **sizes: Any
 ) -> Program:
-    module = _T5(layers, width, heads, head, hidden, vocabulary, dtype)
+    module = _T5(width, heads, vocabulary, dtype, **sizes)
 
     def batches(key: Array) -> dict[str, Array]:
         shape = parts.tokens(batch, seq, vocabulary=vocabulary)
@@ -525,6 +481,5 @@ def t5(
     def loss(logits: Array, batch: dict[str, Array]) -> Array:
         return parts.next_token(logits, batch["targets"])
 
-    matrix = batch * heads * seq * seq
-    sizes = {"activation": batch * seq * width, "matrix": matrix, "length": seq}
-    return parts.of_module(module, loss, batches, **sizes)
+    counts = {"activation": batch * seq * width, "matrix": batch * heads * seq * seq}
+    return parts.of_module(module, loss, batches, **counts, length=seq)

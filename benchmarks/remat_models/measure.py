@@ -22,15 +22,14 @@ class Case:
       framework: the library that the model is written in.
       build: a function of a dtype and sizes, which returns the program.
       real: sizes of a published model, whose arguments are traced and never allocated.
-      small: sizes at which the model runs on a CPU in a second. Sizes that are missing are those
-        of `real`.
+      small: sizes at which the model runs on a CPU, where they are not those of `SMALL`.
       goal: number of activations that a layer of the model may save with auto_remat.
     """
 
     framework: str
     build: Callable[..., Program]
     real: dict[str, Any]
-    small: dict[str, Any]
+    small: dict[str, Any] = dataclasses.field(default_factory=dict)
     goal: float | None = None
 
     def program(self, dtype: str = "bfloat16", **sizes: Any) -> Program:
@@ -40,105 +39,97 @@ class Case:
         return self.program(layers=layers)
 
     def small_program(self, dtype: str = "float32") -> Program:
-        return self.program(dtype, **self.small)
+        sizes = {name: SMALL.get(name, size) for name, size in self.real.items()}
+        return self.program(dtype, **{**sizes, **self.small})
 
 
-def _of(model: str) -> Callable[..., Program]:
-    return functools.partial(language.plain, name=model)
-
-
-_TINY = {"width": 32, "hidden": 64, "vocabulary": 61, "batch": 2, "layers": 2}
-_TINY_TOKENS = {**_TINY, "seq": 16}
+#: Sizes at which a model runs on a CPU in a second.
+SMALL: dict[str, Any] = {
+    "layers": 2, "width": 32, "hidden": 64, "heads": 4, "kv_heads": 2, "head": 8, "batch": 2,
+    "vocabulary": 61, "seq": 16, "window": 8, "attention": (4, 2, 8), "experts": (4, 2, 32),
+    "iterations": 2, "inner": 64, "state": 8, "chunk": 8, "classes": 11, "size": 16,
+}  # fmt: skip
 CASES = {
     "GPT-2": Case(
         "plain JAX",
-        _of("gpt2-small"),
-        {"layers": 12, "batch": 16, "seq": 1024},
-        {**_TINY_TOKENS, "heads": 4, "kv_heads": 4},
-        10.1,
+        functools.partial(language.plain, name="gpt2-small"),
+        {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "hidden": 3072}
+        | {"vocabulary": 50257, "batch": 16, "seq": 1024},
+        {"kv_heads": 4},
+        goal=10.1,
     ),
     "BERT base": Case(
         "Flax linen",
         language.bert,
         {"layers": 12, "width": 768, "heads": 12, "hidden": 3072}
         | {"vocabulary": 30522, "batch": 32, "seq": 512},
-        {**_TINY_TOKENS, "heads": 4},
     ),
     "Llama 3.2 1B": Case(
         "plain JAX",
-        _of("llama-1b"),
-        {"layers": 16, "batch": 4, "seq": 2048},
-        {**_TINY_TOKENS, "heads": 4, "kv_heads": 2},
-        12.6,
+        functools.partial(language.plain, name="llama-1b"),
+        {"layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192}
+        | {"vocabulary": 128256, "batch": 4, "seq": 2048},
+        goal=12.6,
     ),
     "Qwen 3 8B": Case(
         "plain JAX",
-        _of("llama-1b-qk"),
+        functools.partial(language.plain, name="llama-1b-qk"),
         {"layers": 36, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 12288}
         | {"vocabulary": 151936, "batch": 1, "seq": 4096},
-        {**_TINY_TOKENS, "heads": 4, "kv_heads": 2},
-        12.8,
+        goal=12.8,
     ),
     "Gemma 2 2B": Case(
         "Flax linen",
         language.gemma_2,
         {"layers": 26, "width": 2304, "heads": 8, "kv_heads": 4, "head": 256, "hidden": 9216}
         | {"vocabulary": 256000, "window": 4096, "batch": 1, "seq": 8192},
-        {**_TINY_TOKENS, "heads": 4, "kv_heads": 2, "head": 8, "window": 8},
-        13.6,
+        goal=13.6,
     ),
     "Mixtral 8x7B": Case(
         "Flax linen",
         language.mixtral,
         {"layers": 32, "width": 4096, "attention": (32, 8, 128), "experts": (8, 2, 14336)}
         | {"vocabulary": 32000, "batch": 1, "seq": 4096},
-        {"layers": 2, "width": 32, "attention": (4, 2, 8), "experts": (4, 2, 32)}
-        | {"vocabulary": 61, "batch": 2, "seq": 16},
     ),
     "Mamba 2 130M": Case(
         "Flax linen",
         language.mamba_2,
         {"layers": 24, "width": 768, "inner": 1536, "head": 64, "state": 128, "chunk": 256}
         | {"vocabulary": 50280, "batch": 16, "seq": 1024},
-        {"layers": 2, "width": 32, "inner": 64, "head": 16, "state": 8, "chunk": 8}
-        | {"vocabulary": 61, "batch": 2, "seq": 16},
     ),
     "ViT-B/16": Case(
         "equinox",
         images.vit,
         {"layers": 12, "width": 768, "heads": 12, "hidden": 3072, "classes": 1000}
         | {"patch": 16, "batch": 128, "size": 224},
-        {"layers": 2, "width": 32, "heads": 4, "hidden": 64, "classes": 11}
-        | {"patch": 4, "batch": 2, "size": 16},
+        {"patch": 4},
     ),
     "DiT-XL/2": Case(
         "Flax nnx",
         images.dit,
         {"layers": 28, "width": 1152, "heads": 16, "hidden": 4608, "channels": 4}
         | {"patch": 2, "batch": 32, "size": 32},
-        {"layers": 2, "width": 32, "heads": 4, "hidden": 64, "batch": 2, "size": 8},
-        11.4,
+        {"size": 8},
+        goal=11.4,
     ),
     "U-Net (DDPM)": Case(
         "Flax linen",
         images.u_net,
         {"channels": (128, 256, 256, 512), "blocks": 2, "groups": 32, "heads": 8}
         | {"batch": 64, "size": 64},
-        {"channels": (8, 16), "blocks": 1, "groups": 4, "heads": 2, "batch": 2, "size": 8},
+        {"channels": (8, 16), "blocks": 1, "groups": 4, "heads": 2, "size": 8},
     ),
     "T5 1.1 base": Case(
         "Flax linen",
         language.t5,
         {"layers": 12, "width": 768, "heads": 12, "head": 64, "hidden": 2048}
         | {"vocabulary": 32128, "batch": 16, "seq": 512},
-        {**_TINY_TOKENS, "heads": 4, "head": 8},
     ),
     "mHC 1B": Case(
         "Flax linen",
         language.hyper_connections,
         {"layers": 16, "width": 2048, "attention": (32, 8, 64), "hidden": 8192, "streams": 4}
         | {"iterations": 20, "vocabulary": 128256, "batch": 4, "seq": 2048},
-        {**_TINY_TOKENS, "attention": (4, 2, 8), "iterations": 2},
     ),
 }
 

@@ -16,6 +16,8 @@ import optax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from benchmarks import language_models, variants
+
 Array = jax.Array
 DType = Any
 
@@ -160,19 +162,9 @@ def _flash_backward(is_causal: bool, saved: Any, dy: Array) -> tuple[Array, ...]
 flash_attention.defvjp(_flash_forward, _flash_backward)
 
 
-def rotations(length: int, head: int, dtype: DType) -> tuple[Array, Array]:
-    """Return the rotary embedding's cos and sin tables, each (length, 1, head / 2)."""
-    half = head // 2
-    angle = jnp.arange(length)[:, None] * 1e4 ** (-jnp.arange(half) / half)
-    wide = jnp.promote_types(dtype, "float32")
-    return jnp.cos(angle)[:, None].astype(wide), jnp.sin(angle)[:, None].astype(wide)
-
-
 def rotated(x: Array) -> Array:
     """Apply rotary position embedding to queries or keys (B, S, H, D)."""
-    cos, sin = rotations(x.shape[1], x.shape[-1], x.dtype)
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return variants.rotated(x, *language_models.rotations(x.shape[1], x.shape[-1], 1e4))
 
 
 class GatedMLP(nn.Module):

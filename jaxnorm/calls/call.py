@@ -35,6 +35,19 @@ _once = functools.lru_cache(maxsize=4096)
 # example, may still have them.
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], "Call"] = weakref.WeakValueDictionary()
 
+# Maps the options that printed jaxprs show, unless they have their defaults, to their names there.
+_SHOWN = {
+    "saved": "save",
+    "activation": "activation",
+    "logits_scale": "scale",
+    "logit_softcap": "softcap",
+    "teacher_softcap": "teacher_softcap",
+    "reverse": "reverse",
+    "causal": "causal",
+    "label_smoothing": "label_smoothing",
+    "z_loss": "z_loss",
+}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
@@ -96,24 +109,11 @@ class Call:
         text = f"{spec.x_dtype.name}{list(self.view.shape)} -> {spec.y_dtype.name}"
         if len(self.view.axes) > 1 or self.view.moved:
             text += f" axis={self.view.axes}"
-        if spec.is_norm:
-            text += f" save={spec.norm.saved}"
-        if spec.norm.activation is not None:
-            text += f" activation={spec.norm.activation}"
-        if spec.logits.logits_scale != 1:
-            text += f" scale={spec.logits.logits_scale}"
-        if spec.loss.logit_softcap is not None:
-            text += f" softcap={spec.loss.logit_softcap}"
-        if spec.loss.teacher_softcap is not None:
-            text += f" teacher_softcap={spec.loss.teacher_softcap}"
-        if spec.loss.reverse:
-            text += " reverse"
-        if spec.softmax.causal:
-            text += " causal"
-        if spec.loss.label_smoothing:
-            text += f" label_smoothing={spec.loss.label_smoothing}"
-        if spec.loss.z_loss:
-            text += f" z_loss={spec.loss.z_loss}"
+        for name, label in _SHOWN.items():
+            value = getattr(spec.options, name, None)
+            default = getattr(type(spec.options), name, None)
+            if value is not None and (value != default or name == "saved"):
+                text += f" {label}" if value is True else f" {label}={value}"
         if self.implementation is not None:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
@@ -402,7 +402,8 @@ class Call:
         # strided spec in this case, even if the implementation does not support it. The
         # implementation then refuses the call, and its error message says why it does not support
         # the strided spec.
-        return strided if in_rows.norm.scattered or takes_inner(strided) else in_rows
+        is_scattered = in_rows.is_norm and in_rows.norm.scattered
+        return strided if is_scattered or takes_inner(strided) else in_rows
 
     @_once
     def refusal(self, name: str) -> str | None:

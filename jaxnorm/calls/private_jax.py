@@ -1,7 +1,16 @@
-"""All uses of JAX's private API in this package; tested with jax 0.11.2 and 0.12.0.1.
+"""All imports of JAX's private modules in this package; tested with jax 0.11.2 and 0.12.0.1.
 
 Each function's docstring says what happens if JAX lacks the API. Results and gradients are correct
 even then.
+
+Other modules use attributes that JAX does not document, of objects that JAX passes to them. If a
+version of JAX lacks one of them, the calls that need it raise AttributeError:
+
+- `axis_context` and `lowering_parameters.for_export` of a lowering rule's `module_context`
+- `to_concrete_value` of a tracer
+- `manual_axis_type` of an array's type
+- `val` of a gradient accumulator (see `accumulators`)
+- the tables `partial_eval.dce_rules` and `batching.fancy_primitive_batchers` of `jax.interpreters`
 """
 
 import contextlib

@@ -12,10 +12,11 @@ contains a hash of the call.
 
 import functools
 import hashlib
-import importlib.util
+import importlib.resources
+import itertools
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import jax
@@ -127,16 +128,22 @@ def _digest(static: Any) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """Return a hash of all source files of `jaxnorm` and `jaxnorm_kernels`.
+    """Return a hash of the code of `jaxnorm` and `jaxnorm_kernels`.
 
     The version number is not sufficient, because it does not change when files in a checkout are
     edited.
     """
-    files = [
-        file
-        for package in ("jaxnorm", "jaxnorm_kernels")
-        if (spec := importlib.util.find_spec(package)) is not None
-        for place in spec.submodule_search_locations or ()
-        for file in sorted(Path(place).rglob("*.py"))
-    ]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    packages = map(importlib.resources.files, ("jaxnorm", "jaxnorm_kernels"))
+    return hashlib.sha256(b"\0".join(itertools.chain(*map(_code_of, packages)))).hexdigest()
+
+
+def _code_of(folder: Traversable) -> Iterator[bytes]:
+    """Yield the contents of all files with code in a folder, which may be in a zip file.
+
+    A package may be installed without its sources, as compiled files next to which no sources are.
+    """
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir() and entry.name != "__pycache__":
+            yield from _code_of(entry)
+        elif entry.name.endswith((".py", ".pyc")):
+            yield entry.read_bytes()

@@ -118,7 +118,7 @@ class Layout:
         Each device needs its position along these mesh axes, to compute its part of the causal
         mask. For a call that is not a causal softmax, the result is empty.
         """
-        return self.mesh_axes[-2] if call.spec.softmax.causal else ()
+        return self.mesh_axes[-2] if call.spec.is_causal else ()
 
     def check(self, function: str, mesh: Any) -> None:
         """Raise ValueError if an axis of x cannot be divided into shards of equal size."""
@@ -140,7 +140,7 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
     columns are sharded, row statistics are summed over the devices that have parts of the row.
     """
     layout = Layout.of(types[0].sharding.spec, call.view)
-    if call.spec.norm.rotated:
+    if call.view.table:
         layout = layout.with_whole_rows()
     layout.check(call.function, mesh)
 
@@ -190,7 +190,7 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     # Return the names of the axes that must not be sharded. The columns of a rotation are among
     # them, because a rotation needs both columns of a pair. Shardy requires these names in the
     # order in which they occur in the rule.
-    of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.norm.rotated else set()
+    of_pairs = {f"x{axis}" for axis in call.view.axes} if call.view.table else set()
     names = dict.fromkeys(" ".join(operands).split())
     whole = [name for name in names if name.startswith("p") or name in of_pairs]
     return Factors(operands, results, tuple(whole))

@@ -144,6 +144,10 @@ class Calls(dict[type, Callable[..., Any]]):
         return isinstance(other, Calls) and self._identities == other._identities
 
 
+# A function of a norm that returns a reason, or None.
+Why = Callable[[Any], str | None]
+
+
 class Report:
     """The checked arguments of a conversion, and a record of what it does with a model's modules.
 
@@ -210,9 +214,7 @@ class Report:
             self.subclasses[path] = why
         return self.calls.get(kind)
 
-    def converted_class(
-        self, module: Any, path: str, why_left: Callable[[Any], str | None]
-    ) -> type | None:
+    def converted_class(self, module: Any, path: str, why_left: Why) -> type | None:
         """Record a module if it is a norm of the package; return its new class, or None.
 
         A subclass may override code, so its norms are left to the package, unless its body is
@@ -223,7 +225,7 @@ class Report:
             return None
         self.norms.add(path)
         kind = type(module)
-        if all(map(_adds_nothing, kind.__mro__[: kind.__mro__.index(base)])):
+        if all(map(_adds_nothing, reversed(kind.__mro__[: kind.__mro__.index(base)]))):
             why = why_left(module)
         else:
             self.own[path] = kind.__name__
@@ -235,11 +237,7 @@ class Report:
         return None
 
     def change(
-        self,
-        module: Any,
-        path: str,
-        why_left: Callable[[Any], str | None],
-        why_input: Callable[[Any], str | None],
+        self, module: Any, path: str, why_left: Why, why_input: Why
     ) -> tuple[type, dict[str, Any]] | None:
         """Record a module of a model; return its new class and the fields to add to it.
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 from jax.sharding import AxisType
 
 from jaxnorm.calls import backends
@@ -36,10 +36,7 @@ NAME = "rms_norm_linear"
 
 # There was a Triton kernel that fused the norm and the matmul. It was removed, because XLA's code
 # for the two steps was faster in every timing (docs/linear.md).
-_NO_TRITON = (
-    "it has no kernel of a norm and a product: XLA's norm and product were faster wherever its "
-    "was timed"
-)
+_NO_TRITON = "it has no kernel for a norm and a matmul: XLA's code for them was always faster"
 
 
 class _Linear(NamedTuple):
@@ -353,17 +350,15 @@ def _(
 def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[..., jax.Array]:
     """Return a function that runs the Mosaic kernel of the norm and the matmul.
 
-    Under `jax.vmap`, a batched x becomes an x with more rows. If a parameter is batched, a loop
-    runs the kernel for one batch element at a time.
+    Under `jax.vmap`, a loop runs the kernel for one batch element at a time.
     """
     from jaxnorm_kernels import mosaic
 
     def kernel(*arrays: jax.Array) -> jax.Array:
         operands = dict(zip(names, map(launching.own_buffer, arrays)))
         x, weight = operands["x"], operands["weight"]
-        *lead, cols = x.shape
         y = mosaic.rms_norm_linear_fwd(
-            x.reshape(math.prod(lead), cols),
+            x.reshape(-1, x.shape[-1]),
             weight,
             operands.get("scale"),
             operands.get("bias"),
@@ -372,49 +367,22 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
             scale_offset=norm.spec.norm.scale_offset,
             activation=layer.activation,
         )
-        y = launching.own_buffer(y).reshape(*lead, weight.shape[1])
+        y = launching.own_buffer(y).reshape(*x.shape[:-1], weight.shape[1])
         # Inside `jax.shard_map`, an array's type says over which mesh axes the array varies. The
         # type of a kernel's result has no such axes, so cast the result to vary over the same axes
         # as x.
         return sharding.vary_alike([y, x])[0]
 
-    def refused(*arrays: jax.Array) -> jax.Array:
-        """The branch for platforms without Mosaic kernels. Lowering it raises ValueError.
-
-        The branch consists of the norm and the matmul. The norm has ``implementation="mosaic"``. On
-        these platforms, the lowering of such a norm raises the usual ValueError of jaxnorm.
-        """
-        call = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
-        for _ in range(arrays[0].ndim - len(norm.view.shape)):
-            call = jax.vmap(call, (0, *[None] * (len(arrays) - 1)))
-        return call(*arrays)
-
+    # The branch for platforms without Mosaic kernels. Its norm has ``implementation="mosaic"``, so
+    # that lowering it raises the usual ValueError of jaxnorm.
+    refused = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
     platforms = mosaic.IMPLEMENTATION.platforms() or ()
     if jax.config.jax_disable_jit:
         backends.check_platforms(NAME, "mosaic", (backends.local_platform(),))
-
-    @custom_vmap
-    def run(*arrays: jax.Array) -> jax.Array:
-        # Trace one branch for each platform. JAX chooses among them when the call is lowered,
-        # because the platform is unknown until then.
-        branches = dict.fromkeys(platforms, kernel)
-        y: jax.Array = lax.platform_dependent(*arrays, **branches, default=refused)
-        return y
-
-    @run.def_vmap
-    def _(size: int, is_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        del size
-        if not any(is_batched[1:]):
-            return run(*arrays), True
-        batched = [a for a, is_one in zip(arrays, is_batched) if is_one]
-
-        def one(batch: list[jax.Array]) -> jax.Array:
-            rest = iter(batch)
-            return run(*[next(rest) if is_one else a for a, is_one in zip(arrays, is_batched)])
-
-        return lax.map(one, batched), True
-
-    return run
+    # Trace one branch for each platform. JAX chooses among them when the call is lowered, because
+    # the platform is unknown until then.
+    branches = dict.fromkeys(platforms, kernel)
+    return sequential_vmap(functools.partial(lax.platform_dependent, **branches, default=refused))
 
 
 def _check_whole(arrays: Sequence[jax.Array]) -> None:

@@ -78,11 +78,14 @@ def bytes_per_second() -> float:
 
 def size(aval: Any) -> int:
     """Return the number of bytes of an array on one device; 0 for other types, such as tokens."""
-    shape = _shape(aval)
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and any(getattr(sharding, "spec", ())):
-        shape = sharding.shard_shape(shape)
-    return math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(local_shape(aval)) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def local_shape(aval: Any) -> tuple[int, ...]:
+    """Return the shape of one device's shard if Explicit axes shard an array, else its shape."""
+    sharding: Any = getattr(aval, "sharding", None)
+    is_sharded = any(getattr(sharding, "spec", ()))
+    return tuple(sharding.shard_shape(_shape(aval))) if is_sharded else _shape(aval)
 
 
 def _shape(aval: Any) -> tuple[int, ...]:

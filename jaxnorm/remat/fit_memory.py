@@ -138,7 +138,7 @@ class _Search:
             point: Point | None
             point = cuts.within(survey.graphs, max(target, least.bytes), above.point, below.point)
             if point.cuts in tried:
-                # A program that runs less again can need less memory than one that saves less.
+                # A program that saves more bytes may nevertheless need less memory in total.
                 point = cuts.between(survey.graphs, above.point, below.point)
             if point is None or point.cuts in tried:
                 break

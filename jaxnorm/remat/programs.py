@@ -106,6 +106,20 @@ def variables(atoms: Iterable[Any]) -> Iterator[Var]:
     return (v for v in atoms if not isinstance(v, Literal))
 
 
+def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
+    """Return the number of a scan's constants, and the number of arrays in its carry.
+
+    They are found by the number of axes: constants and carries have as many axes outside the body
+    as inside, and a stacked array has one more outside. The equation has parameters with the two
+    numbers, but these parameters differ between versions of JAX.
+    """
+    given, carries = (
+        sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
+        for outer, inner in ((equation.invars, body.invars), (equation.outvars, body.outvars))
+    )
+    return given - carries, carries
+
+
 def needed(
     equations: Sequence[Any],
     outputs: Iterable[Any],

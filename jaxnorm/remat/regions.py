@@ -26,7 +26,7 @@ from jax.extend.core import Literal, Var, jaxpr_as_fun
 
 from jaxnorm.primitives.recomputation import linear_program
 from jaxnorm.primitives.rules import jvp
-from jaxnorm.remat import costs, segments
+from jaxnorm.remat import costs, programs, segments
 from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
 
@@ -419,8 +419,7 @@ def _scan(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[An
     params = equation.params
     body = params["jaxpr"]
     inner = getattr(body, "jaxpr", body)
-    carries = _unstacked(equation.outvars, inner.outvars)
-    constants = _unstacked(equation.invars, inner.invars) - carries
+    constants, carries = programs.scan_counts(equation, inner)
     slices = len(inner.invars) - constants - carries
     is_free = [True] * constants + [False] * carries + [True] * slices
     varies = [False] * constants + [True] * (carries + slices)
@@ -444,11 +443,6 @@ def _scan(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[An
         return [*carry, *ys]
 
     return run
-
-
-def _unstacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """Return the number of arrays that a scan does not slice or stack."""
-    return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
 
 
 def _cond(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[Any]]:

@@ -6,6 +6,7 @@ graph. The body of a scan over layers occurs once: its arrays are the arrays of 
 that the scan stacks is a separate node, whose operand is the array of one layer.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -17,6 +18,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
+
+from jaxnorm.remat import costs
+from jaxnorm.remat.programs import scan_counts
 
 # Libraries that call the primitives of a model. Other packages may contain the model itself.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
@@ -39,6 +43,7 @@ NAMING = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(eq=False)
 class Value:
     """An array of the program, a node of the graph.
 
@@ -61,26 +66,23 @@ class Value:
       is_active: True if the array depends on an argument that is differentiated.
     """
 
-    def __init__(
-        self,
-        aval: Any,
-        made_by: str,
-        operands: Sequence["Value"] = (),
-        source: str = "",
-        layers: int = 1,
-        equation: Any = None,
-        is_active: bool = False,
-    ) -> None:
-        self.shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
-        self.dtype: np.dtype = getattr(aval, "dtype", np.dtype(bool))
-        self.made_by, self.operands, self.source = made_by, tuple(operands), source
-        self.layers, self.equation = layers, equation
+    aval: Any
+    made_by: str
+    operands: Sequence["Value"] = ()
+    source: str = ""
+    layers: int = 1
+    equation: Any = None
+    is_active: bool = False
+
+    def __post_init__(self) -> None:
+        self.shape: tuple[int, ...] = _shape(self)
+        self.dtype: np.dtype = getattr(self.aval, "dtype", np.dtype(bool))
         self.size = math.prod(self.shape)
-        self.local = _local_shape(aval, self.shape)
+        self.local = costs.local_shape(self.aval)
         self.users: list[Value] = []
+        passes_on = self.made_by != "stop_gradient" and any(v.is_active for v in self.operands)
         is_inexact = jnp.issubdtype(self.dtype, jnp.inexact)
-        passes_on = made_by != "stop_gradient" and any(v.is_active for v in self.operands)
-        self.is_active: bool = is_inexact and (is_active or passes_on)
+        self.is_active = is_inexact and (self.is_active or passes_on)
         for operand in self.operands:
             operand.users.append(self)
 
@@ -91,14 +93,6 @@ class Value:
         If each iteration of a scan computes such an array, this is the size of only one of them.
         """
         return math.prod(self.local) * self.dtype.itemsize
-
-
-def _local_shape(aval: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one device's shard if Explicit axes shard an array, else `shape`."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or all(axes is None for axes in getattr(sharding, "spec", ())):
-        return shape
-    return tuple(sharding.shard_shape(shape))
 
 
 class Program:
@@ -171,7 +165,9 @@ class Program:
             name = _name(equation)
             operands = [read(v) for v in equation.invars]
             body = _body(equation)
-            line = source or _line(equation) or _line_of(operands) or around
+            # In derivatives, some equations have no source line. They get that of an operand.
+            lines = (source, _line(equation), *(v.source for v in operands), around)
+            line = next(filter(None, lines), "")
             if name == "scan" and body is not None:
                 results = self._scan(equation, body, operands, layers, source)
             elif name in _CALLS and body is not None and len(body.invars) == len(operands):
@@ -196,21 +192,16 @@ class Program:
     def _scan(
         self, equation: Any, body: Jaxpr, operands: Sequence[Value], layers: int, source: str
     ) -> list[Value]:
-        consts, carries = _counts(equation, body)
+        consts, carries = scan_counts(equation, body)
         layers *= equation.params["length"]
         line = source or _line(equation)
-        # If any operand of the scan depends on a differentiated argument, the carry may depend on
-        # this argument too, after the first iteration.
-        is_active = any(v.is_active for v in operands)
-        carried, sliced = body.invars[consts:][:carries], body.invars[consts + carries :]
-        given = [
-            *operands[:consts],
-            *[Value(v.aval, "carry", (), line, layers, is_active=is_active) for v in carried],
-            *[
-                Value(v.aval, "layer's", (), line, layers, is_active=whole.is_active)
-                for v, whole in zip(sliced, operands[consts + carries :])
-            ],
-        ]
+        given = [*operands[:consts]]
+        for i, (v, outer) in enumerate(zip(body.invars[consts:], operands[consts:])):
+            # If any operand of the scan depends on a differentiated argument, the carry may depend
+            # on this argument too, after the first iteration.
+            is_active = any(w.is_active for w in operands) if i < carries else outer.is_active
+            name = "carry" if i < carries else "layer's"
+            given.append(Value(v.aval, name, (), line, layers, is_active=is_active))
         results = self._results(body, given, layers, source, line)
         pairs = [*zip(results, equation.outvars)]
         carried_out = [
@@ -269,23 +260,8 @@ def reached(
     return seen
 
 
-def _counts(equation: Any, body: Jaxpr) -> tuple[int, int]:
-    """Return the number of a scan's constants, and the number of arrays in its carry.
-
-    They are found by the number of axes: constants and carries have as many axes outside the body
-    as inside, and a stacked array has one more outside. The equation has parameters with the two
-    numbers, but these parameters differ between versions of JAX.
-    """
-    carries = _unstacked(equation.outvars, body.outvars)
-    return _unstacked(equation.invars, body.invars) - carries, carries
-
-
 def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
-
-
-def _unstacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
 
 
 def _name(equation: Any) -> str:
@@ -346,15 +322,6 @@ def _line(equation: Any) -> str:
             if not package and is_other and packages in parts[:-1]:
                 package = f"{parts[parts.index(packages) + 1]}/{line}"
     return package
-
-
-def _line_of(operands: Sequence[Value]) -> str:
-    """Return the source line of the first operand that has one; "" if none of them does.
-
-    An equation without a source line of its own gets this line. In derivatives, some equations have
-    no source line.
-    """
-    return next((v.source for v in operands if v.source), "")
 
 
 def _is_library_s(body: Jaxpr) -> bool:

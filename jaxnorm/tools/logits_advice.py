@@ -5,6 +5,7 @@ logits are used only by computations of that position, `jaxnorm.linear_loss` can
 computations. A linear loss with a name is advised instead if it returns the same numbers.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -89,20 +90,20 @@ class _Replaced(NamedTuple):
     options: dict[str, str]
     is_summed: bool
 
+    def is_in_order(self) -> bool:
+        """Return True if the results have the logits' positions, or some of them, in order."""
+        numbers = [stored(self.rows[v]).ravel() for v in self.cuts]
+        return bool(numbers) and all(np.all(np.diff(n) >= 0) for n in numbers)
+
 
 def _losses(program: Program) -> Iterator[Advice]:
     """Yield advice on each matmul whose result a linear loss need not save."""
     heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
     for head in heads:
         if head.logits.is_active and head.classes**2 > 2 * head.weight.size:
-            for part in _replaced(head, heads, program):
-                # The results have the positions of the logits, or some of them, in order.
-                numbers = [stored(part.rows[v]).ravel() for v in part.cuts]
-                if numbers and all(np.all(np.diff(n) >= 0) for n in numbers):
-                    one = _advice(part, program)
-                    if one.saves > 0:
-                        yield one
-                    break
+            parts = filter(_Replaced.is_in_order, _replaced(head, heads, program))
+            found = [_advice(part, program) for part in itertools.islice(parts, 1)]
+            yield from (one for one in found if one.saves > 0)
 
 
 def _head(product: Value) -> Head | None:
@@ -124,20 +125,15 @@ def _head(product: Value) -> Head | None:
 
 def _is_given(value: Value) -> bool:
     """Return True for an argument of the program, a literal, or a copy of either."""
-    return _copied(value).made_by in ("argument", "layer's", "literal")
+    return _copies(value)[-1].made_by in ("argument", "layer's", "literal")
 
 
-def _copies(value: Value) -> Iterator[Value]:
-    """Yield a value, the array of which it is a copy or a broadcast, and so on."""
-    yield value
-    while value.made_by in _COPYING:
-        value = value.operands[0]
-        yield value
-
-
-def _copied(value: Value) -> Value:
-    *_, source = _copies(value)
-    return source
+def _copies(value: Value) -> list[Value]:
+    """Return a value, the array of which it is a copy or a broadcast, and so on."""
+    found = [value]
+    while found[-1].made_by in _COPYING:
+        found.append(found[-1].operands[0])
+    return found
 
 
 # ----------------------------------------------------------------------- the loss of the logits
@@ -207,10 +203,10 @@ def _advice(part: _Replaced, program: Program) -> Advice:
         is_own = users <= inside.keys() if users else value.shape in shapes
         if is_own and not value.is_active and (is_summed or _is_of_integers(value)):
             inside[value] = None
-    operands = {_copied(v): v for a in inside if a in rows for v in a.operands if v not in inside}
+    operands = [v for a in inside if a in rows for v in a.operands if v not in inside]
     instead = 0
-    for operand in operands.values():
-        copies = [*_copies(operand)]
+    for copies in {_copies(v)[-1]: _copies(v) for v in operands}.values():
+        operand = copies[0]
         saved = [v for v in copies if v in program.by_origin]
         if is_summed:
             users = {u for v in saved for u in v.users if u.made_by != STACKED}
@@ -221,7 +217,7 @@ def _advice(part: _Replaced, program: Program) -> Advice:
             is_free = bool(saved) or _is_given(operand) or _is_of_integers(operand)
         instead += 0 if is_free else min(v.bytes for v in copies) * head.logits.layers
     members = dict.fromkeys(program.by_origin[v] for v in inside if v in program.by_origin)
-    if _copied(head.weight).dtype.itemsize > head.weight.dtype.itemsize:
+    if _copies(head.weight)[-1].dtype.itemsize > head.weight.dtype.itemsize:
         options = options | {"dtype": head.weight.dtype.name}
     if not is_summed and function != "linear_log_prob_and_entropy":
         options = options | {"reduction": '"none"'}

@@ -111,11 +111,11 @@ class Loss:
             inputs = [v for v in draw.arrays if v not in self.rows and v.size == z.size]
             vectors = [0 * z, *(draw.row(v) for v in inputs)]
             is_linear = scales[-1] and agree(scales[-1] * z, y - zero)
-            if not (is_linear and any(agree(bias, v) for v in vectors)):
+            if not (is_linear and any(agree(bias, each) for each in vectors)):
                 return None
         if np.ptp(scales) > _ROUNDING * abs(scales[0]):
-            inputs = self.draws[0].drawn.items()
-            if any(v.is_active and a.size == 1 for v, a in inputs):  # a scale has no gradient
+            drawn = self.draws[0].drawn.items()
+            if any(v.is_active and a.size == 1 for v, a in drawn):  # a scale has no gradient
                 return None
             options["logits_scale"] = "the scale"
         elif abs(scales[0] - 1) > _ROUNDING:

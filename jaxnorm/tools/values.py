@@ -9,7 +9,7 @@ elements are stored once, with a stride of 0. In `positions`, these are the axes
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +67,7 @@ def agree(a: Any, b: Any) -> bool:
         return bool(np.isfinite(size) and np.all(np.abs(a - b) <= _TOLERANCE * size))
 
 
-def stored(a: np.ndarray, whole: Sequence[int] = ()) -> np.ndarray:
+def stored(a: np.ndarray, whole: Collection[int] = ()) -> np.ndarray:
     """Return the stored elements of an array: one along each axis along which it does not vary.
 
     The axes in `whole` keep all their elements.
@@ -130,9 +130,8 @@ def _combined(value: Value) -> tuple[int, ...]:
     if value.made_by in _ELEMENTWISE:
         return ()
     if value.made_by in _ALONG:
-        params = value.equation.params
-        axes = (params[name] for name in _AXES if name in params)
-        return tuple(np.atleast_1d(next(axes)).tolist())
+        axes = next(p for name, p in value.equation.params.items() if name in _AXES)
+        return tuple(np.atleast_1d(axes).tolist())
     if value.made_by == "dot_general":  # an inner product of rows: the positions are batch axes
         (axes, others), (batch, of_others) = value.equation.params["dimension_numbers"]
         if (axes, batch) == (others, of_others) and {*axes, *batch} == {*range(len(batch) + 1)}:
@@ -190,8 +189,8 @@ class Draw:
             return np.asarray(value.equation.val, _wide(value.dtype))
         if name == "iota":
             axis = value.equation.params["dimension"]
-            others = tuple(i for i in range(len(value.shape)) if i != axis)
-            return np.expand_dims(np.arange(value.shape[axis], dtype=_wide(value.dtype)), others)
+            column = np.arange(value.shape[axis], dtype=_wide(value.dtype))
+            return column.reshape([-1 if i == axis else 1 for i in range(len(value.shape))])
         if name in _VIEWS:
             a = self(value.operands[0])
             is_cut = any(m != n and s == 0 for m, n, s in zip(a.shape, value.shape, a.strides))
@@ -205,7 +204,8 @@ class Draw:
         arrays = [self(v) for v in value.operands]
         if not is_row and any(a.strides[i] == 0 < a.shape[i] - 1 for a in arrays for i in axes):
             raise UnknownError(name)  # it may combine several positions
-        return _result(value, _aligned([stored(a, axes) for a in arrays], axes))
+        varying = {*axes, *(i for a in arrays for i, stride in enumerate(a.strides) if stride)}
+        return _result(value, [stored(a, varying) for a in arrays])
 
     def _leaf(self, value: Value) -> np.ndarray:
         if value not in self.drawn:
@@ -267,7 +267,7 @@ def _result(value: Value, arrays: Sequence[Any], **changes: Any) -> np.ndarray:
     params = value.equation.params
     params = {n: _wide(p) if isinstance(p, np.dtype) else p for n, p in params.items()} | changes
     call = params.get("call")
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
         if isinstance(call, Call):
             spec = call.spec.replaced(x_dtype=np.dtype(float), y_dtype=np.dtype(float))
             results = Call.of(call.function, spec, call.view, None).xla(*arrays)
@@ -284,18 +284,6 @@ def _wide(dtype: np.dtype) -> np.dtype:
     return np.dtype(float) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
-def _aligned(arrays: Sequence[np.ndarray], axes: tuple[int, ...]) -> list[np.ndarray]:
-    """Broadcast arrays to the same sizes along all but some axes."""
-    if not axes:
-        return [*np.broadcast_arrays(*arrays)]
-    if len({a.ndim for a in arrays}) > 1:  # logits and labels
-        return [*arrays]
-    sizes = [[1 if i in axes else n for i, n in enumerate(a.shape)] for a in arrays]
-    shape = np.broadcast_shapes(*sizes)
-    wanted = ([a.shape[i] if i in axes else n for i, n in enumerate(shape)] for a in arrays)
-    return [np.broadcast_to(a, each) for a, each in zip(arrays, wanted)]
-
-
 # Primitives that compute each element of their results from one element of each operand.
 _ELEMENTWISE = {
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh",
@@ -306,7 +294,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 # Primitives that combine the elements along some axes, and the parameters that name the axes.
-_AXES = ("axes", "axis", "dimension", "dimensions")
+_AXES = {"axes", "axis", "dimension", "dimensions"}
 _ALONG = {
     "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
     "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",

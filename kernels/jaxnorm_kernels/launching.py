@@ -78,11 +78,13 @@ def settings() -> Iterator[None]:
 def local_capability() -> int | None:
     """Return ten times the compute capability of the local GPU (90 for 9.0).
 
-    Return None if there is no local NVIDIA GPU.
+    If there are several local GPUs, return the minimum over them, because a program may run on any
+    of them. Return None if there is no local NVIDIA GPU.
     """
-    device = jax.local_devices()[0]
+    found = [
+        getattr(d, "compute_capability", "") for d in jax.local_devices() if d.platform == "gpu"
+    ]
     # For an AMD GPU, the attribute is not a number but a name, such as "gfx942".
-    capability = getattr(device, "compute_capability", "")
-    if device.platform != "gpu" or not capability.replace(".", "").isdigit():
+    if not found or not all(capability.replace(".", "").isdigit() for capability in found):
         return None
-    return round(10 * float(capability))
+    return min(round(10 * float(capability)) for capability in found)

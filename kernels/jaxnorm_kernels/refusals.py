@@ -9,45 +9,42 @@ Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
 #: Reasons why no kernel can run a call. Each entry of the table has the text of a reason, which is
 #: shown to users, and a function that returns True if the reason applies.
 NO_KERNEL: Table = (
-    ("there is no kernel of this operation yet", lambda s: not s.operation.has_kernels),
+    ("there is no kernel for this operation yet", lambda s: not s.operation.has_kernels),
     (
-        "its kernels need sizes that are known when the call is traced, not symbolic ones",
+        "kernels need sizes that are known when the call is traced, and x has a symbolic size",
         lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols)),
     ),
     (
-        "its kernels compute in float32, and float64 arrays ask for more",
+        "an array is float64, and kernels compute in float32",
         lambda s: any(
             dtype is not None and dtype.itemsize > 4
-            for dtype in (
-                *(s.compute_dtype, s.x_dtype, s.y_dtype, s.norm.scale_dtype, s.norm.bias_dtype),
-                *(s.norm.residual_dtype, s.norm.next_scale_dtype, s.norm.branch_scale_dtype),
-                *(s.softmax.logits_bias_dtype, s.norm.table_dtype),
-            )
+            for dtype in (s.compute_dtype, s.y_dtype, *map(s.dtype, s.operation.operands))
         ),
     ),
-    ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
+    ("an array has size 0, so there is nothing to compute", lambda s: s.rows == 0 or s.cols == 0),
     (
-        "tangents, second derivatives, gradients of a rotation's tables and sums whose norm is not "
-        "used are plain JAX's",
+        "only plain JAX computes tangents, second derivatives, gradients of rotary tables, and "
+        "sums whose norm is not used",
         lambda s: s.plain,
     ),
     (
-        "its softmax kernels take a scale that is a number; an array as scale is plain JAX's",
-        lambda s: s.logits.has_scale and s.is_softmax,
+        "its softmax kernels need a scale that is a number, and scale is an array",
+        lambda s: s.is_softmax and s.logits.has_scale,
     ),
     (
-        "its loss kernels take a scale of logits above 0; others are plain JAX's",
+        "its loss kernels need a scale of logits above 0",
         lambda s: s.is_loss and s.logits.logits_scale <= 0,
     ),
     (
-        "parameters of groups of rows that are not consecutive, or that are broadcast along "
-        "normalised axes, are plain JAX's",
-        lambda s: s.norm.scattered,
+        "only plain JAX supports parameters for groups of rows that are not consecutive, and "
+        "parameters that are broadcast along normalised axes",
+        lambda s: s.is_norm and s.norm.scattered,
     ),
     (
-        "scale and bias belong to groups of different sizes",
+        "scale and bias have values for groups of different sizes",
         lambda s: (
-            len({s.norm.scale_groups, s.norm.bias_groups, s.norm.branch_scale_groups} - {1}) > 1
+            s.is_norm
+            and len({s.norm.scale_groups, s.norm.bias_groups, s.norm.branch_scale_groups} - {1}) > 1
         ),
     ),
 )
@@ -56,19 +53,19 @@ NO_KERNEL: Table = (
 NO_ROWS: Table = (
     *NO_KERNEL,
     (
-        "its cross-entropy kernels take no mask of classes",
-        lambda s: s.logits.has_mask and s.is_loss,
+        "its loss kernels support no mask of classes",
+        lambda s: s.is_loss and s.logits.has_mask,
     ),
     (
-        "its kernels take a mask or a bias that has all columns, or one value for a row",
+        "the mask or the bias is broadcast along some normalised axes but not all",
         lambda s: (
-            (s.logits.has_mask and s.logits.mask_rows is None)
-            or (s.softmax.logits_bias_dtype is not None and s.softmax.logits_bias_rows is None)
+            (s.has("mask") and s.logits.mask_rows is None)
+            or (s.has("logits_bias") and s.softmax.logits_bias_rows is None)
         ),
     ),
     (
-        "its kernels know no shards of the rows or columns that a causal mask counts",
-        lambda s: bool(s.cols_over or s.softmax.queries_over),
+        "the columns, or the rows of a causal softmax, are sharded",
+        lambda s: bool(s.cols_over or (s.is_softmax and s.softmax.queries_over)),
     ),
 )
 
@@ -88,17 +85,18 @@ _TINY_BYTES = 2**18
 #: larger programs (`blocks.csv` and `stacks.csv` in benchmarks/results).
 BETTER_FUSED: Table = (
     (
-        "its kernels would need a transpose of an axis that is not the last, in and out",
+        "the normalised axes are not the last ones, so a kernel would need transposed copies of x "
+        "and of the result",
         lambda s: s.moved_axis,
     ),
     (
-        "rows that are normalised with several scales are read once by XLA's code; a kernel would "
-        "need a copy of them for each scale",
-        lambda s: s.norm.repeated and s.direction == "fwd",
+        "the same rows are normalised with several scales: XLA's code reads them once, and a "
+        "kernel would need a copy of them for each scale",
+        lambda s: s.direction == "fwd" and s.is_norm and s.norm.repeated,
     ),
     (
-        "a kernel costs the host more than XLA's own; so small a norm with no backward to come "
-        "gains less than that",
+        "x is at most 4 MiB and is not differentiated: launching the kernel takes longer than it "
+        "saves",
         lambda s: (
             s.is_norm
             and s.direction == "fwd"
@@ -107,8 +105,7 @@ BETTER_FUSED: Table = (
         ),
     ),
     (
-        "a kernel costs the host more than XLA's own; a norm this small gains less than that in "
-        "both passes",
+        "x is at most 256 KiB: launching the kernels of both passes takes longer than they save",
         lambda s: s.is_norm and s.rows * s.cols * s.x_dtype.itemsize <= _TINY_BYTES,
     ),
 )
@@ -121,6 +118,6 @@ def first(table: Table, spec: Spec) -> str | None:
     passes of the call's norms (one or two). So if a reason applies to one of these norms, it
     applies to the call, too.
     """
-    has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
+    has_residual = spec.direction == "bwd" and spec.has("residual")
     specs = [spec, *(spec.norms if has_residual else [])]
     return next((reason for reason, applies in table if any(map(applies, specs))), None)

@@ -231,7 +231,6 @@ OPTIONS: dict[Family, type[Options]] = {
     "softmax": SoftmaxOptions,
     "loss": LossOptions,
 }
-_NO_NORM, _NO_SOFTMAX, _NO_LOSS = NormOptions(), SoftmaxOptions(), LossOptions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,23 +304,28 @@ class Spec:
 
     @functools.cached_property
     def norm(self) -> NormOptions:
-        """The options of a norm; default options if the operation is not a norm."""
-        return self.options if isinstance(self.options, NormOptions) else _NO_NORM
+        """The options of a norm. For another operation, TypeError is raised."""
+        return self._options_of(NormOptions)
 
     @functools.cached_property
     def logits(self) -> LogitsOptions:
-        """The options of a softmax or a loss; default options for a norm."""
-        return self.options if isinstance(self.options, LogitsOptions) else _NO_SOFTMAX
+        """The options that softmaxes and losses share. For a norm, TypeError is raised."""
+        return self._options_of(LogitsOptions)
 
     @functools.cached_property
     def softmax(self) -> SoftmaxOptions:
-        """The options of a softmax; default options for any other operation."""
-        return self.options if isinstance(self.options, SoftmaxOptions) else _NO_SOFTMAX
+        """The options of a softmax. For another operation, TypeError is raised."""
+        return self._options_of(SoftmaxOptions)
 
     @functools.cached_property
     def loss(self) -> LossOptions:
-        """The options of a loss; default options for any other operation."""
-        return self.options if isinstance(self.options, LossOptions) else _NO_LOSS
+        """The options of a loss. For another operation, TypeError is raised."""
+        return self._options_of(LossOptions)
+
+    def _options_of[T](self, kind: type[T]) -> T:
+        if not isinstance(self.options, kind):
+            raise TypeError(f"a {self.op} has no {kind.__name__}")
+        return self.options
 
     @functools.cached_property
     def operation(self) -> Operation:
@@ -334,36 +338,43 @@ class Spec:
             case "x" | "labels" | "candidates" | "cos" | "sin" | "entropy" | "y":
                 return True
             case "logits_scale":
-                return self.logits.has_scale
-            case "mask" | "positions":
-                return self.logits.has_mask if operand == "mask" else self.loss.has_positions
+                return not self.is_norm and self.logits.has_scale
+            case "mask":
+                return not self.is_norm and self.logits.has_mask
+            case "positions":
+                return self.is_loss and self.loss.has_positions
             case _:
                 return self.dtype(operand) is not None
 
     def dtype(self, operand: str) -> np.dtype | None:
         """Return the dtype of the float operand with this name, or None if it is absent."""
-        match operand:
-            case "x":
-                return self.x_dtype
-            case "teacher_logits":
-                return self.loss.teacher_dtype
-            case "cos" | "sin":
-                return self.norm.table_dtype
-            case "logits_bias":
-                return self.softmax.logits_bias_dtype
-            case _:
-                dtype: np.dtype | None = getattr(self.norm, f"{operand}_dtype")
-                return dtype
+        if operand == "x":
+            return self.x_dtype
+        fields = {"teacher_logits": "teacher_dtype", "cos": "table_dtype", "sin": "table_dtype"}
+        dtype: np.dtype | None = getattr(
+            self.options, fields.get(operand, f"{operand}_dtype"), None
+        )
+        return dtype
 
     @functools.cached_property
     def dx_dtype(self) -> np.dtype:
         """The dtype of dx, the gradient of x."""
-        return self.loss.gradient_dtype or self.x_dtype
+        return (self.is_loss and self.loss.gradient_dtype) or self.x_dtype
+
+    @functools.cached_property
+    def is_causal(self) -> bool:
+        """True if the operation is a softmax with a causal mask."""
+        return self.is_softmax and self.softmax.causal
+
+    @functools.cached_property
+    def saves_input(self) -> bool:
+        """True if the derivative of a norm starts from its input."""
+        return self.is_norm and self.norm.saved == "input"
 
     @functools.cached_property
     def overwrites_x(self) -> bool:
         """True if the backward pass of a loss may write dx over x."""
-        return self.loss.gradient_dtype is not None and self.loss.gradient_dtype == self.x_dtype
+        return self.is_loss and self.loss.gradient_dtype == self.x_dtype
 
     @functools.cached_property
     def operand_dtypes(self) -> list[np.dtype]:
@@ -376,7 +387,7 @@ class Spec:
 
         Only arrays that have x's shape are included.
         """
-        x = ("x",) * (self.norm.branch_scale_dtype is not None)
+        x = ("x",) * (self.dtype("branch_scale") is not None)
         return self._dtypes_of_arrays((*x, *self.operation.keeps))
 
     @functools.cached_property
@@ -404,15 +415,17 @@ class Spec:
 
         Both norms of a call use the same dtype, so that all statistics have one dtype.
         """
-        arrays = (*self.operand_dtypes, self.y_dtype, self.softmax.logits_bias_dtype)
+        arrays = (*self.operand_dtypes, self.y_dtype, self.dtype("logits_bias"))
         # Compare names, because np.dtype("float64") == None is True.
-        is_wide = self.norm.wide or any(d is not None and d.name == "float64" for d in arrays)
+        is_wide = (self.is_norm and self.norm.wide) or any(
+            d is not None and d.name == "float64" for d in arrays
+        )
         return np.dtype(np.float64 if is_wide else np.float32)
 
     @functools.cached_property
     def drops_masked(self) -> bool:
         """True if masked entries are excluded, False if a finite logit replaces them."""
-        return self.softmax.masked_logit == -math.inf
+        return not self.is_softmax or self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
     def renormalises(self) -> bool:
@@ -428,7 +441,7 @@ class Spec:
     @functools.cached_property
     def drops_entries(self) -> bool:
         """True if some entries of a softmax may be excluded, by a mask or a causal mask."""
-        return self.softmax.causal or (self.logits.has_mask and self.drops_masked)
+        return self.is_causal or (self.has("mask") and self.drops_masked)
 
     @functools.cached_property
     def reads_mask(self) -> bool:
@@ -438,7 +451,7 @@ class Spec:
         by -inf. Masked entries then have y = 0, and the gradient of any entry with y = 0 is 0.
         """
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
-        return self.logits.has_mask and not shows
+        return self.has("mask") and not shows
 
     @functools.cached_property
     def has_stats(self) -> bool:
@@ -488,11 +501,13 @@ class Spec:
     def starts_from(self) -> str:
         """Name of the array that is saved for the derivative: an operand or a result."""
         from_output, from_input = self.operation.saves
-        return from_output if self.norm.saved == "output" else from_input
+        return from_input if self.saves_input else from_output
 
     @functools.cached_property
     def groups(self) -> int:
         """Number of groups of rows that have separate parameters."""
+        if not self.is_norm:
+            return 1
         return max(self.norm.scale_groups, self.norm.bias_groups, self.norm.branch_scale_groups)
 
     @functools.cached_property
@@ -545,7 +560,7 @@ class Spec:
 
         They include it only in a LayerNorm that saves its input.
         """
-        return self.norm.subtract_mean and self.norm.saved == "input"
+        return self.saves_input and self.norm.subtract_mean
 
     @functools.cached_property
     def statistics(self) -> tuple[str, ...]:

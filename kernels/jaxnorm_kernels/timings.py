@@ -71,21 +71,17 @@ def name_of(spec: Spec) -> str:
     The key is the name of the public function. If the call uses an option that changes the time,
     such as `where`, the option is part of the key.
     """
-    norm = spec.norm
-    functions = {
-        name: function
-        for name, function in FUNCTIONS.items()
-        if function.subtract_mean == norm.subtract_mean
-    }
+    subtract_mean = spec.is_norm and spec.norm.subtract_mean
+    functions = {name: f for name, f in FUNCTIONS.items() if f.subtract_mean == subtract_mean}
     name = next(name for name, function in functions.items() if spec.op in function.ops)
     options = {
-        "causal": spec.softmax.causal,
-        "a bias": spec.softmax.logits_bias_dtype is not None,
-        "where": spec.logits.has_mask,
-        "reverse": spec.loss.reverse,
-        "logit_softcap": spec.loss.logit_softcap is not None,
+        "causal": spec.is_causal,
+        "a bias": spec.has("logits_bias"),
+        "where": spec.has("mask"),
+        "reverse": spec.is_loss and spec.loss.reverse,
+        "logit_softcap": spec.is_loss and spec.loss.logit_softcap is not None,
         "a gate": spec.op == functions[name].gated,
-        "norm_before_gate=False": norm.gate_dtype is not None and not norm.norm_before_gate,
+        "norm_before_gate=False": spec.has("gate") and not spec.norm.norm_before_gate,
     }
     option = next((option for option, is_used in options.items() if is_used), None)
     return name if option is None else f"{name} with {option}"
@@ -96,9 +92,9 @@ def why_not_default(spec: Spec) -> str | None:
     name = name_of(spec)
     timing = TIMINGS.get(name)
     if timing is None:
-        return f"its kernel of {name} is not timed"
+        return f"its kernel for {name} was not timed"
     if timing.ratio > LIMIT:
-        return f"its kernel of {name} took {timing} on {TIMED_ON}, which is more than {LIMIT}"
+        return f"its kernel for {name} took {timing} on {TIMED_ON}, which is more than {LIMIT}"
     return None
 
 

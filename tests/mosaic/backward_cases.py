@@ -17,10 +17,10 @@ from specs import F32, build_spec
 
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import interpreted
-from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.specs import Spec
 
 #: Cases whose names end in "tail" have widths at which the last fragment (range of columns) of a
@@ -43,14 +43,14 @@ NORM_CASES = (
 )
 
 SOFTMAX_CASES = (
-    Case("rows_in_warps", 9, 512, InRegisters(8, threads=32, rows=4)),
-    Case("rows_in_warps_tail", 9, 440, InRegisters(8, threads=32, rows=8)),
-    Case("rows_in_parts_of_warps", 35, 72, InRegisters(8, threads=4, rows=32)),
-    Case("same_row_in_all_warps", 3, 24, InRegisters(8, threads=2, rows=1)),
-    Case("warpgroup_row", 2, 2048, InRegisters(8)),
-    Case("warpgroup_row_tail", 2, 2999, InRegisters(1)),
-    Case("split_row", 2, 4096, InRegisters(8, 2)),
-    Case("split_row_tail", 2, 2571, InRegisters(1, 4)),
+    Case("rows_in_warps", 9, 512, TileSchedule("row_tile", 8, rows=4)),
+    Case("rows_in_warps_tail", 9, 440, TileSchedule("row_tile", 8, rows=8)),
+    Case("rows_in_parts_of_warps", 35, 72, TileSchedule("row_tile", 8, rows=32, threads=4)),
+    Case("same_row_in_all_warps", 3, 24, TileSchedule("row_tile", 8, threads=2)),
+    Case("warpgroup_row", 2, 2048, TileSchedule("warpgroup_row", 8)),
+    Case("warpgroup_row_tail", 2, 2999, TileSchedule("warpgroup_row", 1)),
+    Case("split_row", 2, 4096, TileSchedule("split_row", 8, warpgroups=2)),
+    Case("split_row_tail", 2, 2571, TileSchedule("split_row", 1, warpgroups=4)),
 )
 
 #: Schedules in which the blocks of a cluster process a row together. The interpreter has no
@@ -63,9 +63,9 @@ CLUSTER_CASES = (
     Case("cluster_of_16", 9, 131072, PipelinedRows(8, 2, stages=3, cluster=16)),
 )
 SOFTMAX_CLUSTER_CASES = (
-    Case("row_in_2_blocks", 3, 16384, InRegisters(8, 2, cluster=2)),
-    Case("row_in_4_blocks_tail", 3, 9001, InRegisters(1, 1, cluster=4)),
-    Case("row_in_16_blocks", 3, 131072, InRegisters(8, 2, cluster=16)),
+    Case("row_in_2_blocks", 3, 16384, TileSchedule("split_row", 8, warpgroups=2, cluster=2)),
+    Case("row_in_4_blocks_tail", 3, 9001, TileSchedule("split_row", 1, cluster=4)),
+    Case("row_in_16_blocks", 3, 131072, TileSchedule("split_row", 8, warpgroups=2, cluster=16)),
 )
 
 

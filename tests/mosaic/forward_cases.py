@@ -14,7 +14,7 @@ from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
 from specs import F32, build_spec, changed
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
@@ -67,69 +67,69 @@ class Case:
 # case, the fragments are disjoint. In the other ("tail"), the last fragment overlaps the previous
 # one.
 CASES = (
-    Case("rows_in_warps", 9, 512, ForwardSchedule("row_tile", 8, rows=4)),
-    Case("rows_in_warps_tail", 9, 440, ForwardSchedule("row_tile", 8, rows=8)),
-    Case("rows_in_parts_of_warps", 35, 72, ForwardSchedule("row_tile", 8, rows=32, threads=4)),
-    Case("same_row_in_all_warps", 3, 24, ForwardSchedule("row_tile", 8, rows=1, threads=2)),
-    Case("warpgroup_row", 2, 2048, ForwardSchedule("warpgroup_row", 8)),
-    Case("warpgroup_row_tail", 2, 3000, ForwardSchedule("warpgroup_row", 8)),
-    Case("split_row", 2, 4096, ForwardSchedule("split_row", 8, warpgroups=2)),
-    Case("split_row_tail", 2, 2571, ForwardSchedule("split_row", 1, warpgroups=4)),
+    Case("rows_in_warps", 9, 512, TileSchedule("row_tile", 8, rows=4)),
+    Case("rows_in_warps_tail", 9, 440, TileSchedule("row_tile", 8, rows=8)),
+    Case("rows_in_parts_of_warps", 35, 72, TileSchedule("row_tile", 8, rows=32, threads=4)),
+    Case("same_row_in_all_warps", 3, 24, TileSchedule("row_tile", 8, rows=1, threads=2)),
+    Case("warpgroup_row", 2, 2048, TileSchedule("warpgroup_row", 8)),
+    Case("warpgroup_row_tail", 2, 3000, TileSchedule("warpgroup_row", 8)),
+    Case("split_row", 2, 4096, TileSchedule("split_row", 8, warpgroups=2)),
+    Case("split_row_tail", 2, 2571, TileSchedule("split_row", 1, warpgroups=4)),
     Case(
         "pipelined_tile",
         # Three tiles of 4 rows. The third overlaps the second. The first block has two tiles.
         11,
         512,
-        ForwardSchedule("pipelined_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
+        TileSchedule("pipelined_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
     ),
     Case(
         "pipelined_tile_tail",
         17,
         440,
-        ForwardSchedule("pipelined_tile", 8, rows=8, slots=1, tiles=3, rereads=True),
+        TileSchedule("pipelined_tile", 8, rows=8, slots=1, tiles=3, rereads=True),
     ),
     Case(
         "pipelined_row",
         5,
         4096,
-        ForwardSchedule("pipelined_row", 8, warpgroups=2, slots=2, tiles=3),
+        TileSchedule("pipelined_row", 8, warpgroups=2, slots=2, tiles=3),
     ),
     Case(
         "pipelined_row_that_ends_in_single_rows",
         6,
         4096,
-        ForwardSchedule("pipelined_row", 8, warpgroups=2, slots=1, tiles=2, tail=3),
+        TileSchedule("pipelined_row", 8, warpgroups=2, slots=1, tiles=2, tail=3),
     ),
     Case(
         "pipelined_row_tail",
         4,
         3000,
-        ForwardSchedule("pipelined_row", 8, slots=3, tiles=4, params_first=True),
+        TileSchedule("pipelined_row", 8, slots=3, tiles=4, params_first=True),
     ),
     Case(
         "pipelined_row_that_rereads",
         3,
         3000,
-        ForwardSchedule("pipelined_row", 8, slots=2, tiles=3, rereads=True),
+        TileSchedule("pipelined_row", 8, slots=2, tiles=3, rereads=True),
     ),
 )
 
 #: Schedules in which the blocks of a cluster process a row together. The interpreter has no
 #: clusters, so it cannot run them.
 CLUSTERED = (
-    Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
-    Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),
+    Case("split_row", 2, 16384, TileSchedule("split_row", 8, cluster=4)),
+    Case("split_row_tail", 2, 5571, TileSchedule("split_row", 1, warpgroups=2, cluster=8)),
     Case(
         "pipelined_row",
         5,
         16384,
-        ForwardSchedule("pipelined_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3),
+        TileSchedule("pipelined_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3),
     ),
     Case(
         "pipelined_row_tail",
         5,
         9000,
-        ForwardSchedule("pipelined_row", 8, cluster=8, slots=2, tiles=3, rereads=True),
+        TileSchedule("pipelined_row", 8, cluster=8, slots=2, tiles=3, rereads=True),
     ),
 )
 
@@ -182,7 +182,7 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> 
     return [np.asarray(out) for out in outputs]
 
 
-def program(spec: Spec, schedule: ForwardSchedule | None = None, **kwargs: Any) -> Any:
+def program(spec: Spec, schedule: TileSchedule | None = None, **kwargs: Any) -> Any:
     """Return `call` under `jax.jit`.
 
     If a schedule is given, the jitted function is cached, so it compiles only once. Functions
@@ -194,7 +194,7 @@ def program(spec: Spec, schedule: ForwardSchedule | None = None, **kwargs: Any) 
 
 
 @functools.lru_cache(maxsize=64)
-def _program_of(spec: Spec, schedule: ForwardSchedule, **kwargs: Any) -> Any:
+def _program_of(spec: Spec, schedule: TileSchedule, **kwargs: Any) -> Any:
     return jax.jit(lambda *args: call(spec, *args, schedule=schedule, **kwargs))
 
 
@@ -321,7 +321,7 @@ def reference(
     `outputs` are the kernel's results. Only norms with a residual need them: their reference starts
     from the kernel's rounded h.
     """
-    if spec.norm.residual_dtype is not None:
+    if spec.has("residual"):
         return residual_reference(spec, outputs, *operands)
     if spec.op == "norm":
         return norm_reference(spec, *operands)

@@ -48,7 +48,7 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
     """Assert that every output is within its error bound of the float64 reference."""
     outputs = interpret(spec, *operands, schedule=schedule)
     expected, errors = reference(spec, *operands)
-    dtypes = (spec.x_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype)
+    dtypes = (spec.x_dtype, spec.dtype("scale"), spec.dtype("bias"))
     for output, dtype, value, error in zip(outputs, dtypes, expected, errors):
         if value is None:
             assert output is None

@@ -21,7 +21,7 @@ from test_kl_divergence import (
     operands,
     special_rows,
 )
-from test_losses_mosaic import LossForwardSchedule, check_linear_in_one_kernel
+from test_losses_mosaic import LossSchedule, check_linear_in_one_kernel
 
 import jaxnorm
 from jaxnorm.calls.rows import RowView
@@ -129,10 +129,10 @@ def run(
 @pytest.mark.parametrize(
     ("cols", "dtype", "teacher_dtype", "schedule"),
     [
-        (4096, "bfloat16", "bfloat16", LossForwardSchedule(2)),
-        (2056, "float16", "bfloat16", LossForwardSchedule(1, warpgroups=2)),
-        (3001, "float32", "float32", LossForwardSchedule(2)),
-        (5003, "bfloat16", "float32", LossForwardSchedule(1, warpgroups=2)),
+        (4096, "bfloat16", "bfloat16", LossSchedule(2)),
+        (2056, "float16", "bfloat16", LossSchedule(1, warpgroups=2)),
+        (3001, "float32", "float32", LossSchedule(2)),
+        (5003, "bfloat16", "float32", LossSchedule(1, warpgroups=2)),
         (301, "float32", "float32", None),
         (516, "bfloat16", "bfloat16", None),
     ],
@@ -236,7 +236,7 @@ def test_no_races():
     programs = [
         (2048, "bfloat16", forward_and_backward, None),
         (1031, "float32", forward_and_backward, None),
-        (2048, "float32", in_one_kernel, LossForwardSchedule(1, warpgroups=2)),
+        (2048, "float32", in_one_kernel, LossSchedule(1, warpgroups=2)),
     ]
     for cols, dtype, program, schedule in programs:
         x, teacher = operands((2, cols), dtype)
@@ -255,20 +255,20 @@ def test_no_races():
     [
         (4096, 0, "float32", "bfloat16", None, {}),
         (16384, 0, "float32", "float16", None, SCALED),
-        (4096, 0, "bfloat16", "bfloat16", LossForwardSchedule(2), {}),
+        (4096, 0, "bfloat16", "bfloat16", LossSchedule(2), {}),
         (
             2056,
             0,
             "float16",
             "float16",
-            LossForwardSchedule(1, warpgroups=2),
+            LossSchedule(1, warpgroups=2),
             {"logits_scale": 1.5},
         ),
-        (3000, 0, "float32", "float32", LossForwardSchedule(2), CAPPED),
-        (2047, 1, "float32", "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
-        (1025, 7, "bfloat16", "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
+        (3000, 0, "float32", "float32", LossSchedule(2), CAPPED),
+        (2047, 1, "float32", "bfloat16", LossSchedule(1, warpgroups=2), CAPPED),
+        (1025, 7, "bfloat16", "bfloat16", LossSchedule(1, warpgroups=2), CAPPED),
         # Some warpgroups have no columns.
-        (131, 1, "float32", "float32", LossForwardSchedule(1, warpgroups=4), OTHER_CAPS),
+        (131, 1, "float32", "float32", LossSchedule(1, warpgroups=4), OTHER_CAPS),
     ],
     ids=str,
 )
@@ -328,7 +328,7 @@ def test_one_kernel_is_both_passes(reverse):
     Some of the rows have infinite or NaN logits.
     """
     rows = special_rows(200)
-    given = {"reverse": reverse, "schedule": LossForwardSchedule(1, warpgroups=2)}
+    given = {"reverse": reverse, "schedule": LossSchedule(1, warpgroups=2)}
     y, dx = run(mosaic, *rows, program=in_one_kernel, **given)
     check_special_rows(y, dx, reverse=reverse)
     expected, gradient = run(mosaic, *rows, **given)
@@ -364,7 +364,7 @@ def test_schedules_of_one_kernel():
     for cols, shares in expected.items():
         schedule = choose_both(both_spec(specs_of(8192, cols, F32, F32)[0], BF16), HOPPER)
         assert (schedule.warpgroups, schedule.cluster) == shares
-    for cols, words in {1001: "multiples of 16 bytes", 2**19: "L2 cache"}.items():
+    for cols, words in {1001: "multiple of 16 bytes", 2**19: "L2 cache"}.items():
         assert words in mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0], BF16))
     for cols in expected:
         assert mosaic.why_unsupported(both_spec(specs_of(8192, cols, F32, F32)[0])) is None
@@ -483,8 +483,8 @@ def test_nothing_else_of_the_logits_size(dtype, implementation, has_scales, comp
         (3000, 4096, 0, None, 1),
         (300, 131, 1, None, 1),
         # Some blocks of a cluster have no columns.
-        (300, 4095, 1, LossForwardSchedule(1, warpgroups=4, cluster=8), 8),
-        (300, 131, 1, LossForwardSchedule(1, warpgroups=1, cluster=4), 4),
+        (300, 4095, 1, LossSchedule(1, warpgroups=4, cluster=8), 8),
+        (300, 131, 1, LossSchedule(1, warpgroups=1, cluster=4), 4),
     ],
 )
 def test_one_kernel_on_a_gpu(rows, cols, padding, schedule, cluster, dtype, options, reverse):

@@ -30,7 +30,7 @@ from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 
@@ -209,7 +209,7 @@ def test_values(family: str, direction: str, case: Any, given: dict[str, Any]) -
     check(spec, case.schedule_for(*given["mix"]))
 
 
-ROW_TILES = [ForwardSchedule("row_tile", 4, rows=8, params_first=first) for first in (True, False)]
+ROW_TILES = [TileSchedule("row_tile", 4, rows=8, params_first=first) for first in (True, False)]
 RINGS = (
     ((8, 1024), PipelinedRows(4, 1, stages=2)),
     ((16, 440), PipelinedNarrowRows(4, 32, rows=4, stages=2)),
@@ -356,12 +356,12 @@ def test_lowers_for_a_gpu(family: str, shape: tuple[int, ...], given: dict[str, 
         assert kernels_in(call, *norms.types_of(spec)) == 1
 
 
-SHORT = {"rows": 32, "cols": 64}, "takes rows this short only by 64 and more"
-STATISTICS = {"stat_cotangents": True}, "plain JAX's"
+SHORT = {"rows": 32, "cols": 64}, "needs at least 64 rows this short"
+STATISTICS = {"stat_cotangents": True}, "only plain JAX"
 SHARED_REFUSALS = [
-    ({"cols": 7}, "rows of 8 elements or more"),
+    ({"cols": 7}, "rows of at least 8 elements"),
     ({"scattered": True}, "not consecutive"),
-    ({"cols": 2**19}, "hold no rows of this length"),
+    ({"cols": 2**19}, "support no rows of this length"),
 ]
 
 
@@ -371,19 +371,19 @@ SHARED_REFUSALS = [
         *(("activation", *refusal) for refusal in (SHORT, STATISTICS)),
         *(("gate", *refusal) for refusal in (SHORT, STATISTICS, *SHARED_REFUSALS)),
         ("gate", {"gate_dtype": np.dtype("float64")}, "float64"),
-        ("gate", {"cols": 8191}, "in multiples of 16 bytes"),
+        ("gate", {"cols": 8191}, "a multiple of 16 bytes"),
         *(("scaled sum", *refusal) for refusal in (SHORT, STATISTICS, *SHARED_REFUSALS)),
         # Rows of the float32 residual are a multiple of 16 bytes, but rows of the bfloat16 x are
         # not.
         (
             "scaled sum",
             {"cols": 100, "saved": "input", "residual_dtype": F32},
-            "in multiples of 16 bytes",
+            "a multiple of 16 bytes",
         ),
         ("scaled sum", {"scale_groups": 8, "branch_scale_groups": 4}, "groups of different sizes"),
-        ("scaled sum", {"unused": "y"}, "plain JAX's"),
+        ("scaled sum", {"unused": "y"}, "only plain JAX"),
         ("scaled sum", {"branch_scale_dtype": np.dtype("float64")}, "float64"),
-        ("two norms", {"cols": 50257}, "multiples of 16 bytes"),
+        ("two norms", {"cols": 50257}, "multiple of 16 bytes"),
         ("two norms", {"cols": 262144}, "no rows of this length"),
     ],
     ids=str,

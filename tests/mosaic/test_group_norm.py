@@ -29,7 +29,7 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.device.gpu import MOST_SHARED_BYTES, REGISTERS
 from jaxnorm_kernels.mosaic.rows.strip_exchange import StripExchange
-from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.mosaic.rows.strips import StripSchedule
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.specs import Spec
 
@@ -163,37 +163,37 @@ def check(spec: Spec, interpreter: Any = None, *, adds_dh: bool = False) -> None
 #: - A thread loads a vector of inner elements. A group is smaller than this vector, or equal to it,
 #:   or it spans the vectors of several threads.
 STRIPS = {
-    "a_vector": Strips(1, 37, 32, 4, 8, group=4),
-    "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, group=2),
-    "several_threads": Strips(2, 16, 48, 4, 8, group=16),
-    "no_group": Strips(3, 21, 40, 4, 8),
-    "columns_overlap": Strips(1, 37, 32, 4, 8),
-    "inner_overlaps": Strips(1, 16, 40, 4, 8),
-    "loop": Strips(1, 16 * 9 + 3, 32, 4, 8),
-    "two_warpgroups": Strips(1, 72, 32, 4, 8, warpgroups=2),
-    "wide": Strips(1, 9, 64, 4, 16),
-    "narrow": Strips(1, 64, 16, 4, 4),
+    "a_vector": StripSchedule(1, 37, 32, 4, 8, group=4),
+    "part_of_a_vector": StripSchedule(1, 72, 32, 8, 4, warpgroups=2, group=2),
+    "several_threads": StripSchedule(2, 16, 48, 4, 8, group=16),
+    "no_group": StripSchedule(3, 21, 40, 4, 8),
+    "columns_overlap": StripSchedule(1, 37, 32, 4, 8),
+    "inner_overlaps": StripSchedule(1, 16, 40, 4, 8),
+    "loop": StripSchedule(1, 16 * 9 + 3, 32, 4, 8),
+    "two_warpgroups": StripSchedule(1, 72, 32, 4, 8, warpgroups=2),
+    "wide": StripSchedule(1, 9, 64, 4, 16),
+    "narrow": StripSchedule(1, 64, 16, 4, 4),
     # For the race detector, strips do not overlap. Overlapping strips store equal values twice,
     # which the detector would report.
-    "no_overlap": Strips(3, 64, 32, 4, 8, warpgroups=2),
+    "no_overlap": StripSchedule(3, 64, 32, 4, 8, warpgroups=2),
     # Groups whose size is not a power of 2. A strip has 32 inner elements. The next strip begins
     # only 20, 24 or 30 elements later, because this distance must be a multiple of the group size
     # and of a thread's vector. So neighbouring strips overlap.
-    "ten": Strips(2, 37, 80, 2, 16, group=10),
-    "six": Strips(1, 72, 48, 8, 4, warpgroups=2, group=6),
-    "twenty": Strips(3, 21, 40, 4, 8, group=20),
-    "three": Strips(1, 72, 72, 8, 4, group=3),
+    "ten": StripSchedule(2, 37, 80, 2, 16, group=10),
+    "six": StripSchedule(1, 72, 48, 8, 4, warpgroups=2, group=6),
+    "twenty": StripSchedule(3, 21, 40, 4, 8, group=20),
+    "three": StripSchedule(1, 72, 72, 8, 4, group=3),
 }
 
 
 @pytest.fixture
-def strips(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Strips:
+def strips(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StripSchedule:
     chosen = STRIPS[request.param]
     monkeypatch.setattr(strip_schedule, "strips_of", lambda spec: chosen)
     return chosen
 
 
-def spec_of(strips: Strips, dtype: Any, **changes: Any) -> Spec:
+def spec_of(strips: StripSchedule, dtype: Any, **changes: Any) -> Spec:
     shape = (strips.outer, strips.cols, strips.inner)
     return make_spec("fwd", shape, strips.group, dtype, **changes)
 
@@ -224,12 +224,12 @@ def spec_of(strips: Strips, dtype: Any, **changes: Any) -> Spec:
     ],
     indirect=["strips"],
 )
-def test_values(strips: Strips, dtype: Any, changes: dict[str, Any]) -> None:
+def test_values(strips: StripSchedule, dtype: Any, changes: dict[str, Any]) -> None:
     check(spec_of(strips, dtype, **changes), adds_dh="adds_dh" in changes)
 
 
 @pytest.mark.parametrize("strips", ["no_overlap"], indirect=True)
-def test_no_races(strips: Strips) -> None:
+def test_no_races(strips: StripSchedule) -> None:
     check(spec_of(strips, F32), plgpu.InterpretGPUParams(detect_races=True))
     assert not interpret_pallas_call.get_races().races_found
 
@@ -354,9 +354,9 @@ def test_views(
 @pytest.mark.parametrize(
     ("shape", "axis", "param", "part"),
     [
-        ((8, 1024, 4, 256), (1, 3), (4, 1, 256), "no neighbours as many"),
-        ((8, 1024, 32, 21), (1, 3), (32, 1, 21), "no neighbours as many"),
-        ((8, 4, 32, 8), (1, 3), (32, 1, 8), "as many, or as few"),
+        ((8, 1024, 4, 256), (1, 3), (4, 1, 256), "too large or too small"),
+        ((8, 1024, 32, 21), (1, 3), (32, 1, 21), "too large or too small"),
+        ((8, 4, 32, 8), (1, 3), (32, 1, 8), "too large or too small"),
         ((8, 1024, 1, 3), (1,), (3, 1), "16 bytes, or a multiple"),
         ((8, 1024, 32, 8), (1, 3), (8,), "broadcast along normalised axes"),
         ((8, 32, 8, 1024), (2, 3), (32, 8, 1), "broadcast along normalised axes"),
@@ -373,10 +373,10 @@ def test_refusals(shape: Any, axis: Any, param: Any, part: str) -> None:
     ("change", "part"),
     [
         ({"inner": 63, "rows": 63}, "16 bytes, or a multiple"),
-        ({"cols": 4}, "as many, or as few"),
-        ({"cols": 2**20}, "as many, or as few"),
+        ({"cols": 4}, "too large or too small"),
+        ({"cols": 2**20}, "too large or too small"),
         ({"op": "add_norm", "residual_dtype": F32}, "without a residual"),
-        ({"inner_params": False}, "parameters of what lies behind"),
+        ({"inner_params": False}, "parameters that vary along"),
         ({"x_dtype": np.dtype(np.float64)}, "float64"),
     ],
     ids=str,
@@ -391,7 +391,7 @@ def test_what_needs_a_transpose(change: dict[str, Any], part: str) -> None:
 
 def test_softmaxes_are_refused() -> None:
     spec = build_spec("softmax", "fwd", 64, 512, F32, F32, inner=32)
-    assert "those of norms" in str(mosaic.why_unsupported(spec))
+    assert "only norms without a residual" in str(mosaic.why_unsupported(spec))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from specs import BF16, F16, F32, changed
 from test_logits import check_overflowing_rows
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 BY_NAME = {case.name: case for case in CASES}
 
 
-def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
+def check(spec: Spec, schedule: TileSchedule | None, *operands: Any) -> None:
     """Assert that outputs and statistics are accurate.
 
     They may differ from a float64 reference by at most the bounds that `reference` returns.
@@ -48,7 +48,7 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
 def check_case(op: str, case: Case, x: np.dtype, y: np.dtype, **fields: Any) -> None:
     """Check a call with the schedule and the shape of `case`."""
     spec = make_spec(op, case.rows, case.cols, x, y, **fields)
-    dtypes = (spec.norm.residual_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype)
+    dtypes = [*map(spec.dtype, ("residual", "scale", "bias"))]
     check(spec, case.schedule_for(x, y, *dtypes), *make_operands(spec))
 
 
@@ -132,7 +132,7 @@ def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: 
 def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     case = BY_NAME[name]
     spec = make_spec(op, case.rows, case.cols, BF16, F16, **change)
-    schedule = case.schedule_for(spec.x_dtype, spec.norm.residual_dtype)
+    schedule = case.schedule_for(spec.x_dtype, spec.dtype("residual"))
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
@@ -159,8 +159,8 @@ def test_groups_of_rows(op: str, case: Case) -> None:
 def test_groups_that_no_tile_can_have() -> None:
     of_rows = make_spec("rms_norm", 30, 512, F32, F32, scale_groups=5)
     for schedule in (
-        ForwardSchedule("row_tile", 4, rows=4),  # rows 4 to 7 would span two groups
-        ForwardSchedule("pipelined_row", 4, slots=1, tiles=4, params_first=True),
+        TileSchedule("row_tile", 4, rows=4),  # rows 4 to 7 would span two groups
+        TileSchedule("pipelined_row", 4, slots=1, tiles=4, params_first=True),
     ):
         with pytest.raises(ValueError, match="of one group for rows of another"):
             schedule.rows_of(of_rows)
@@ -261,11 +261,11 @@ SPECIAL = {
 
 
 SPECIAL_CASES = [
-    Case("row_tile", 3, 440, ForwardSchedule("row_tile", 4, rows=1)),
-    Case("warpgroup_row", 3, 600, ForwardSchedule("warpgroup_row", 4)),
-    Case("split_row", 3, 1024, ForwardSchedule("split_row", 4, warpgroups=2)),
-    Case("split_row_tail", 3, 1100, ForwardSchedule("split_row", 4, warpgroups=2)),
-    Case("pipelined_row", 3, 2500, ForwardSchedule("pipelined_row", 4, slots=2, tiles=2)),
+    Case("row_tile", 3, 440, TileSchedule("row_tile", 4, rows=1)),
+    Case("warpgroup_row", 3, 600, TileSchedule("warpgroup_row", 4)),
+    Case("split_row", 3, 1024, TileSchedule("split_row", 4, warpgroups=2)),
+    Case("split_row_tail", 3, 1100, TileSchedule("split_row", 4, warpgroups=2)),
+    Case("pipelined_row", 3, 2500, TileSchedule("pipelined_row", 4, slots=2, tiles=2)),
 ]
 
 
@@ -382,14 +382,14 @@ SUPPORTED = {op: make_spec(op, 4, 128, BF16, F32) for op in ("layer_norm", "soft
         ({"rows": 0}, "size 0"),
         ({"cols": 0}, "size 0"),
         ({"cols": 1}, "8 elements"),
-        ({"rows": 2**31}, "32 bits"),
+        ({"rows": 2**31}, "32-bit indices"),
         ({"rows": "b"}, "symbolic"),
-        ({"op": "softmax", "has_mask": True}, "all columns, or one value"),
+        ({"op": "softmax", "has_mask": True}, "some normalised axes but not all"),
         ({"op": "softmax", "has_mask": True, "mask_rows": Shared(((4, True),), True)}, None),
-        ({"op": "softmax", "logits_bias_dtype": BF16}, "all columns, or one value"),
+        ({"op": "softmax", "logits_bias_dtype": BF16}, "some normalised axes but not all"),
         ({"op": "softmax", "logits_bias_dtype": np.dtype(np.float64)}, "float64"),
         ({"op": "softmax", "causal": True, "queries": 4}, None),
-        ({"op": "softmax", "causal": True, "queries": 4, "queries_over": ("i",)}, "no shards"),
+        ({"op": "softmax", "causal": True, "queries": 4, "queries_over": ("i",)}, "are sharded"),
         ({"direction": "bwd", "rows": 256, "cols": 4096}, None),
         ({"direction": "bwd", "rows": 8, "cols": 64}, "this short"),
         ({"scale_groups": 2, "bias_groups": 2}, None),
@@ -401,7 +401,7 @@ SUPPORTED = {op: make_spec(op, 4, 128, BF16, F32) for op in ("layer_norm", "soft
         ({"direction": "bwd", "rows": 256, "cols": 2**17}, None),
         ({"direction": "bwd", "rows": 256, "cols": 2**17 + 8}, "no rows of this length"),
         ({"direction": "bwd", "rows": 256, "cols": 50256}, None),
-        ({"direction": "bwd", "rows": 256, "cols": 50257}, "multiples of 16 bytes"),
+        ({"direction": "bwd", "rows": 256, "cols": 50257}, "multiple of 16 bytes"),
         ({"op": "softmax", "direction": "bwd", "rows": 256, "cols": 2**18}, None),
         ({"op": "softmax", "direction": "bwd", "rows": 256, "cols": 2**19}, "of this length"),
         ({"op": "add_norm", "residual_dtype": BF16}, None),

@@ -26,14 +26,13 @@ from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.both import MOST_BYTES
 from jaxnorm_kernels.mosaic.cross_entropy.forward import choose
-from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule as Parts
-from jaxnorm_kernels.mosaic.cross_entropy.passes import LossForwardSchedule
+from jaxnorm_kernels.mosaic.cross_entropy.passes import LossSchedule
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
-from jaxnorm_kernels.mosaic.rows.units import Units
+from jaxnorm_kernels.mosaic.rows.units import RowFragments
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-PARTS = Parts(2)
+PARTS = LossSchedule(2)
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAP = {"logits_scale": 0.7, "logit_softcap": 8.0}
 CAPPED = {**CAP, **SMOOTHED}
@@ -154,22 +153,22 @@ def check(
 @pytest.mark.parametrize(
     ("op", "cols", "dtype", "schedule", "options"),
     [
-        (CE, 4096, "bfloat16", LossForwardSchedule(2), {}),
-        (CE, 4096, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
-        (CE, 2056, "float16", LossForwardSchedule(1, warpgroups=2), {"z_loss": 0.1}),
-        (CE, 3000, "float32", LossForwardSchedule(2), SMOOTHED),
-        (CE, 3001, "float32", LossForwardSchedule(2), {}),
-        (CE, 5003, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
+        (CE, 4096, "bfloat16", LossSchedule(2), {}),
+        (CE, 4096, "bfloat16", LossSchedule(1, warpgroups=2), SMOOTHED),
+        (CE, 2056, "float16", LossSchedule(1, warpgroups=2), {"z_loss": 0.1}),
+        (CE, 3000, "float32", LossSchedule(2), SMOOTHED),
+        (CE, 3001, "float32", LossSchedule(2), {}),
+        (CE, 5003, "bfloat16", LossSchedule(1, warpgroups=2), SMOOTHED),
         (CE, 131, "float32", None, {}),
         (CE, 516, "bfloat16", None, {"label_smoothing": 1.0}),
         (CE, 1031, "bfloat16", None, {}),
-        (CE, 2056, "bfloat16", LossForwardSchedule(1, warpgroups=2), {"logit_softcap": 5.0}),
+        (CE, 2056, "bfloat16", LossSchedule(1, warpgroups=2), {"logit_softcap": 5.0}),
         (CE, 301, "float32", None, CAPPED),
         (CE, 515, "bfloat16", None, {"logits_scale": 1.5, "z_loss": 1e-2}),
-        (LP, 4096, "bfloat16", LossForwardSchedule(2), {}),
-        (LP, 2056, "float16", LossForwardSchedule(1, warpgroups=2), {"logits_scale": 1.5}),
-        (LP, 3001, "float32", LossForwardSchedule(2), {}),
-        (LP, 5003, "bfloat16", LossForwardSchedule(1, warpgroups=2), CAP),
+        (LP, 4096, "bfloat16", LossSchedule(2), {}),
+        (LP, 2056, "float16", LossSchedule(1, warpgroups=2), {"logits_scale": 1.5}),
+        (LP, 3001, "float32", LossSchedule(2), {}),
+        (LP, 5003, "bfloat16", LossSchedule(1, warpgroups=2), CAP),
         (LP, 301, "float32", None, CAP),
         (LP, 516, "bfloat16", None, {}),
     ],
@@ -232,13 +231,13 @@ def test_a_scale_for_each_row(op, cols, dtype, options):
 @pytest.mark.parametrize(
     ("cols", "padding", "dtype", "schedule", "options"),
     [
-        (4096, 0, "bfloat16", LossForwardSchedule(2), {}),
-        (4096, 0, "bfloat16", LossForwardSchedule(1, warpgroups=2), SMOOTHED),
-        (2056, 0, "float16", LossForwardSchedule(1, warpgroups=2), {"z_loss": 0.1}),
-        (3000, 0, "float32", LossForwardSchedule(2), SMOOTHED),
+        (4096, 0, "bfloat16", LossSchedule(2), {}),
+        (4096, 0, "bfloat16", LossSchedule(1, warpgroups=2), SMOOTHED),
+        (2056, 0, "float16", LossSchedule(1, warpgroups=2), {"z_loss": 0.1}),
+        (3000, 0, "float32", LossSchedule(2), SMOOTHED),
         (4089, 7, "bfloat16", None, {}),
-        (2047, 1, "float32", LossForwardSchedule(1, warpgroups=2), CAPPED),
-        (1025, 7, "bfloat16", LossForwardSchedule(1, warpgroups=2), CAPPED),
+        (2047, 1, "float32", LossSchedule(1, warpgroups=2), CAPPED),
+        (1025, 7, "bfloat16", LossSchedule(1, warpgroups=2), CAPPED),
         (16384, 0, "bfloat16", None, {}),
     ],
     ids=str,
@@ -373,7 +372,7 @@ def test_classes_that_are_masked_by_the_lowest_number(dtype):
     x, labels, d = operands((3, 2056), dtype)
     lowest = jnp.finfo(dtype).min
     x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
-    check(LP, x, labels.at[:2].set(jnp.array([2040, 3])), 3 * d, schedule=LossForwardSchedule(1))
+    check(LP, x, labels.at[:2].set(jnp.array([2040, 3])), 3 * d, schedule=LossSchedule(1))
 
 
 @pytest.mark.parametrize(
@@ -439,7 +438,7 @@ def test_no_races(op):
         assert not interpret_pallas_call.get_races().races_found
     if op == CE:
         x, labels, d = operands((2, 2048), "bfloat16")
-        schedule = LossForwardSchedule(1, warpgroups=2)
+        schedule = LossSchedule(1, warpgroups=2)
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
             in_one_kernel(make_spec(op, 2, 2048, BF16), schedule)(x, labels, d)
         assert not interpret_pallas_call.get_races().races_found
@@ -448,7 +447,7 @@ def test_no_races(op):
 @pytest.mark.parametrize("cols", [128, 131, 1000, 4099, 32768, 50257, 128256])
 @pytest.mark.parametrize("vector", [4, 8])
 def test_units_cover_a_row(cols, vector):
-    units = Units.of(cols, vector)
+    units = RowFragments.of(cols, vector)
     for row in range(vector + 1):
         first = int(units.first(jnp.int32(row)))
         assert (row * cols + first) % units.vector == 0
@@ -466,9 +465,9 @@ def test_schedules():
         for cols in (131, 1000, 32768, 50257, 128256, 262144):
             for rows in (1, 5, 66, 8192):
                 schedule = choose(make_spec(CE, rows, cols, dtype), HOPPER)
-                units = Units.of(cols, 16 // dtype.itemsize)
+                units = RowFragments.of(cols, 16 // dtype.itemsize)
                 assert schedule.warpgroups * schedule.units <= max(units.count, 1)
-    assert choose(make_spec(CE, 5, 128256, BF16), HOPPER) == LossForwardSchedule(2, 4)
+    assert choose(make_spec(CE, 5, 128256, BF16), HOPPER) == LossSchedule(2, 4)
 
 
 # The longest rows of bfloat16 logits of which one kernel computes both passes.
@@ -487,9 +486,9 @@ def test_what_the_kernels_refuse(op):
         "mask of classes": make_spec(op, 8, 1000, BF16, has_mask=True),
         "float64": make_spec(op, 8, 1000, np.float64),
         "size 0": make_spec(op, 0, 1000, BF16),
-        "number blocks": changed(make_spec(op, 2**26, 2**18, BF16), direction="bwd"),
-        "multiples of 16 bytes" if op == CE else "only its cross-entropy": both_spec(op, 1001),
-        "L2 cache" if op == CE else "only its cross-entropy ": both_spec(op, _LONGEST + 8),
+        "parts than": changed(make_spec(op, 2**26, 2**18, BF16), direction="bwd"),
+        "multiple of 16 bytes" if op == CE else "only cross-entropy": both_spec(op, 1001),
+        "L2 cache" if op == CE else "only cross-entropy ": both_spec(op, _LONGEST + 8),
     }
     for words, spec in refusals.items():
         assert words in mosaic.why_unsupported(spec)
@@ -572,7 +571,9 @@ def test_programs():
 )
 def test_registers(cols, dtype, op, options, registers, compiler):
     spec = make_spec(op, 8192, cols, dtype, has_positions=bool(options), **options)
-    backward, forward = compiler.compile(forward_and_backward(spec, parts=Parts(4)), types_of(spec))
+    backward, forward = compiler.compile(
+        forward_and_backward(spec, parts=LossSchedule(4)), types_of(spec)
+    )
     assert (forward.spilled, backward.spilled) == (0, 0)
     assert forward.registers <= registers
     assert backward.registers <= 96

@@ -22,7 +22,7 @@ import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow
-from jaxnorm_kernels.mosaic.schedules.forward import TABLE, ForwardSchedule, choose
+from jaxnorm_kernels.mosaic.schedules.forward import TABLE, TileSchedule, choose
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.oldest_jax
@@ -44,7 +44,7 @@ def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     spec = make_spec(
         op, case.rows, case.cols, x, y, **({"scale_dtype": BF16} if "norm" in op else {})
     )
-    schedule = case.schedule_for(x, y, spec.norm.scale_dtype, spec.norm.bias_dtype)
+    schedule = case.schedule_for(x, y, spec.dtype("scale"), spec.dtype("bias"))
     assert "mosaic_gpu" in lower(spec, schedule=schedule)
 
 
@@ -70,11 +70,11 @@ def test_a_layout_that_does_not_fit_is_found() -> None:
     """
     spec = make_spec("softmax", 4, 512, BF16, BF16)
     with pytest.raises(ValueError, match="holds rows of"):
-        lower(spec, schedule=ForwardSchedule("warpgroup_row", 8))
+        lower(spec, schedule=TileSchedule("warpgroup_row", 8))
     with pytest.raises(ValueError, match="threads of one warp"):
-        lower(spec, schedule=ForwardSchedule("row_tile", 8, rows=2, threads=128))
+        lower(spec, schedule=TileSchedule("row_tile", 8, rows=2, threads=128))
     with pytest.raises(ValueError, match="height of 1 or"):
-        lower(spec, schedule=ForwardSchedule("row_tile", 8, rows=6))
+        lower(spec, schedule=TileSchedule("row_tile", 8, rows=6))
 
 
 #: The shapes of the benchmarks, odd shapes, shapes with few rows, and the shape of an array of more
@@ -176,7 +176,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         assert mosaic.why_unsupported(spec) is None
         schedule = choose(spec, gpu)
         held = schedule.rows_of(spec)
-        inputs = [d for d in (spec.x_dtype, spec.norm.residual_dtype) if d is not None]
+        inputs = [d for d in (spec.x_dtype, spec.dtype("residual")) if d is not None]
         assert spec.cols % schedule.vector == 0
         assert schedule.vector * max(d.itemsize for d in (*inputs, spec.y_dtype)) <= 16
         assert schedule.rows <= spec.rows
@@ -264,7 +264,7 @@ def test_logits_give_way_to_their_gradient_on_explicit_axes(
 
 
 def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() -> None:
-    def layer_norm(rows: int, cols: int) -> ForwardSchedule:
+    def layer_norm(rows: int, cols: int) -> TileSchedule:
         return choose(make_spec("layer_norm", rows, cols, BF16, BF16), HOPPER)
 
     widest = layer_norm(1024, 131072)

@@ -229,7 +229,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
-    """`jax.vmap` over x gives one call with more rows. `jax.vmap` over parameters gives a loop."""
+    """`jax.vmap` over x, or over a parameter, gives a loop over the batch elements."""
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
@@ -301,12 +301,12 @@ def test_program(scale):
         ({"rows": 12}, "multiples of 8"),
         ({"cols": 60}, "multiples of 8"),
         ({"features": 100}, "multiples of 8"),
-        ({"x_dtype": F32}, "in the product's dtype"),
-        ({"product_dtype": F32, "x_dtype": F32}, "of bfloat16 or float16"),
+        ({"x_dtype": F32}, "dtype of the matmul"),
+        ({"product_dtype": F32, "x_dtype": F32}, "only bfloat16 and float16"),
         ({"precision": "TF32_TF32_F32"}, "names another"),
-        ({"scale_dtype": np.dtype(np.float64)}, "float64 arrays ask for more"),
-        ({"rows": 0}, "an array of size 0"),
-        ({"rows": 2**31}, "number rows in 32 bits"),
+        ({"scale_dtype": np.dtype(np.float64)}, "an array is float64"),
+        ({"rows": 0}, "an array has size 0"),
+        ({"rows": 2**31}, "32-bit indices"),
     ],
     ids=str,
 )

@@ -55,34 +55,37 @@ WIDE = build_spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
         ({"bias_dtype": F64}, "float64"),
         ({"rows": 0}, "size 0"),
         ({"cols": 0}, "size 0"),
-        ({"rows": 2**31}, "32 bits"),
-        ({"cols": 2**31}, "32 bits"),
+        ({"rows": 2**31}, "32-bit indices"),
+        ({"cols": 2**31}, "32-bit indices"),
         ({"rows": "b"}, "symbolic"),
         ({"op": "cross_entropy"}, None),
         ({"op": "cross_entropy", "has_mask": True, "mask_rows": ROWS}, "no mask of classes"),
-        ({"op": "cross_entropy", "rows": 2**20, "cols": 2**22}, "number programs"),
+        ({"op": "cross_entropy", "rows": 2**20, "cols": 2**22}, "parts than"),
         ({"op": "cross_entropy", "rows": 2**30, "cols": 2048}, None),
         (KL, None),
         (KL | {"teacher_dtype": F64}, "float64"),
         (KL | {"has_mask": True, "mask_rows": ROWS}, "no mask of classes"),
-        (KL | {"rows": 2**30, "cols": 2048}, "number programs"),
-        ({"op": "softmax", "has_mask": True}, "all columns, or one value"),
+        (KL | {"rows": 2**30, "cols": 2048}, "parts than"),
+        ({"op": "softmax", "has_mask": True}, "some normalised axes but not all"),
         ({"op": "softmax", "has_mask": True, "mask_rows": ROWS}, None),
-        ({"op": "softmax", "has_mask": True, "mask_rows": ROWS, "masked_logit": -1e9}, "leave out"),
-        ({"op": "softmax", "logits_bias_dtype": BF16}, "all columns, or one value"),
+        (
+            {"op": "softmax", "has_mask": True, "mask_rows": ROWS, "masked_logit": -1e9},
+            "exclude masked logits",
+        ),
+        ({"op": "softmax", "logits_bias_dtype": BF16}, "some normalised axes but not all"),
         ({"op": "softmax", "logits_bias_dtype": F64, "logits_bias_rows": ROWS}, "float64"),
         ({"op": "softmax", "causal": True, "queries": 4}, None),
-        ({"op": "softmax", "causal": True, "queries": 4, "queries_over": ("i",)}, "no shards"),
+        ({"op": "softmax", "causal": True, "queries": 4, "queries_over": ("i",)}, "are sharded"),
         ({"adds_dh": True, "scale_groups": 4, "bias_groups": 4}, None),
         ({"op": "add_norm", "direction": "fwd", "residual_dtype": F32, "bias_groups": 4}, None),
         ({"op": "add_norm", "direction": "fwd", "residual_dtype": F64}, "float64"),
-        ({"op": "norm_add_norm", "direction": "fwd", "residual_dtype": F32}, "is RMSNorm's"),
+        ({"op": "norm_add_norm", "direction": "fwd", "residual_dtype": F32}, "only for RMSNorm"),
         (ROPE, None),
         (ROPE | {"cols": 1024, "rotated": 2, "interleaved": True, "scale_groups": 2}, None),
-        (ROPE | {"cols": 1025}, "up to 1024 columns"),
+        (ROPE | {"cols": 1025}, "at most 1024 columns"),
         (ROPE | {"rotated": 0}, "tables of size 0"),
         (ROPE | {"table_dtype": F64}, "float64"),
-        (ROPE | {"wants_tables": True}, "gradients of a rotation's tables"),
+        (ROPE | {"wants_tables": True}, "gradients of rotary tables"),
     ],
     ids=str,
 )
@@ -162,7 +165,7 @@ def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
     monkeypatch.setattr(support, "can_lower", lambda: True)
     plan = jaxnorm.implementation_for("rms_norm", (8192, 300001), BF16, platform="cuda")
     assert (plan.forward.name, plan.backward.name) == ("xla", "triton")
-    reason = "the default for norm bwd on cuda; .*; mosaic: .* multiples of 16 bytes"
+    reason = "the default for norm bwd on cuda; .*; mosaic: .* multiple of 16 bytes"
     assert re.search(reason, str(plan))
     assert re.search("forward: .* one by one", str(plan))
 

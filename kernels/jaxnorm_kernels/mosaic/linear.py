@@ -35,7 +35,7 @@ of x compete with the loads of the matrix instructions.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -123,8 +123,9 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# Arrays are padded with zeros, so that their numbers of columns are multiples of this number. It is
-# the number of 16-bit values in 32 bytes, which is a row of the narrowest swizzle.
+# x and weight are padded with zeros, so that their numbers of columns are multiples of this number.
+# It is the number of 16-bit values in 32 bytes, which is a row of the narrowest swizzle. A bias is
+# padded to complete tiles, because a load must not leave the array.
 _SWIZZLED = 16
 
 # Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
@@ -163,28 +164,28 @@ def why_unsupported(
       precision: the value of ``jax.default_matmul_precision``.
     """
     if local_capability() not in (90, None):
-        return "its matmul kernel uses matrix instructions of compute capability 9.0 (Hopper)"
+        return "its kernel needs the matrix instructions of compute capability 9.0 (Hopper)"
     if not all(isinstance(size, int) for size in sizes):
-        return "its kernels need sizes that are known when the call is traced, not symbolic ones"
+        return (
+            "kernels need sizes that are known when the call is traced, and x has a symbolic size"
+        )
     reasons = {
-        "its kernels compute in float32, and float64 arrays ask for more": any(
+        "an array is float64, and kernels compute in float32": any(
             each.itemsize > 4 for each in dtypes.values()
         ),
-        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits": (
+        "its matmul supports only bfloat16 and float16; cast weight, or give dtype= one of them": (
             dtype.name not in _ALGORITHMS
         ),
-        "its product kernel reads x as it multiplies it, in the product's dtype": (
-            dtypes["x"] != dtype
-        ),
-        "there is nothing to compute in an array of size 0": 0 in sizes,
-        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
-        "jax_default_matmul_precision names another": (
+        "its kernel does not cast x, so x needs the dtype of the matmul": (dtypes["x"] != dtype),
+        "an array has size 0, so there is nothing to compute": 0 in sizes,
+        "its matmul multiplies 16-bit numbers and adds them in float32, and "
+        "jax_default_matmul_precision names another algorithm": (
             (precision or "").isupper() and precision != _ALGORITHMS.get(dtype.name)
         ),
-        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}": any(
+        f"its kernel needs numbers of rows and columns that are multiples of {_MULTIPLE}": any(
             size % _MULTIPLE for size in sizes
         ),
-        f"its kernels number rows in 32 bits, up to {_MAX_ROWS}": sizes[0] > _MAX_ROWS,
+        f"x has more rows than the {_MAX_ROWS} that 32-bit indices allow": sizes[0] > _MAX_ROWS,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -210,8 +211,11 @@ def rms_norm_linear_fwd(
     rows, _, features = sizes
     schedule = schedule or choose(rows, features)
     weight, power = _scaled_weight(weight, scale, scale_offset, x.dtype)
+    multiples = {"x": (1, _SWIZZLED), "weight": (_SWIZZLED,) * 2, "bias": (schedule.features,)}
     by_name = {"x": x, "weight": weight, "bias": bias, "power": power}
-    operands = {name: _padded(a, name) for name, a in by_name.items() if a is not None}
+    operands = {
+        name: _padded(a, multiples.get(name, (1,))) for name, a in by_name.items() if a is not None
+    }
     output = jax.ShapeDtypeStruct((rows, operands["weight"].shape[1]), dtype)
     shared = _shared(schedule, operands, output)
     # JAX caches the traced body, so the body must not refer to traced arrays.
@@ -255,15 +259,9 @@ def _scaled_weight(
     return (weight.astype(g.dtype) * g[:, None]).astype(dtype), power
 
 
-def _padded(array: jax.Array, name: str) -> jax.Array:
-    """Pad an array with zeros, so that the sizes of its axes are multiples of 16.
-
-    Two things are not padded: the first axis of x (its rows), and the array named "power", which
-    has one element.
-    """
-    widths = [(0, -size % _SWIZZLED) for size in array.shape]
-    if name in ("x", "power"):
-        widths[0] = (0, 0)
+def _padded(array: jax.Array, multiples: Sequence[int]) -> jax.Array:
+    """Pad an array with zeros, so that the sizes of its axes are multiples of these numbers."""
+    widths = [(0, -size % multiple) for size, multiple in zip(array.shape, multiples)]
     return jnp.pad(array, widths) if any(after for _, after in widths) else array
 
 
@@ -272,7 +270,7 @@ def _shared(
 ) -> dict[str, Any]:
     """Return the shared memory and the barriers of a block, as a dict with a name for each."""
     stages = schedule.stages
-    shared = {
+    return {
         # The matrix instructions require the same swizzle for x and weight.
         "x": _swizzled((stages, schedule.rows, DEPTH), operands["x"], operands["weight"]),
         "weight": _swizzled((stages, DEPTH, schedule.features), operands["weight"], operands["x"]),
@@ -280,11 +278,6 @@ def _shared(
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=MULTIPLY, num_barriers=stages),
     }
-    if "bias" in operands:
-        shared["bias"] = plgpu.SMEM((schedule.features,), operands["bias"].dtype)
-        shared["bias_full"] = plgpu.Barrier()
-        shared["bias_empty"] = plgpu.Barrier(num_arrivals=MULTIPLY)
-    return shared
 
 
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
@@ -372,16 +365,6 @@ class _ProductKernel:
                 source = self.arrays[name].at[place]
                 plgpu.copy_gmem_to_smem(source, shared[name].at[stage], shared["full"].at[stage])
 
-        if "bias" in shared:
-            # Load the bias last. It overwrites the bias of the previous tile of y, so wait until
-            # the previous tile is finished.
-            @pl.when(t > 0)
-            def _() -> None:
-                plgpu.barrier_wait(shared["bias_empty"])
-
-            source = self.arrays["bias"].at[pl.ds(column, self.schedule.features)]
-            plgpu.copy_gmem_to_smem(source, shared["bias"], shared["bias_full"])
-
     # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
@@ -448,17 +431,16 @@ class _ProductKernel:
         """Compute y from the sums of the matmul and rstd, and store it."""
         shared, index = self.shared, lax.axis_index(WARPGROUP)
         rows = pl.ds(row + index * ROWS, ROWS)
-        if "bias" in shared:
-            plgpu.barrier_wait(shared["bias_full"])
         if "power" in self.arrays:
             rstd = rstd * load(self.arrays["power"].at[0], None)
         *_, width = shared["stored"].shape
         for i, start in enumerate(range(0, self.schedule.features, width)):
             part = sums[:, start : start + width]
             z = part * lax.broadcast_in_dim(rstd, part.shape, (0,))
-            if "bias" in shared:
+            if "bias" in self.arrays:
                 layout = plgpu.Layout.WGMMA.reduce(0)
-                bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
+                bias = load(self.arrays["bias"].at[pl.ds(column + start, width)], layout)
+                bias = bias.astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
             # Asynchronous stores use two buffers in turn. Wait until the buffer of this store is
             # free. The previous store may still be in flight, because it reads the other buffer.
@@ -469,7 +451,3 @@ class _ProductKernel:
             plgpu.commit_smem()
             place = (rows, pl.ds(column + start, width))
             plgpu.copy_smem_to_gmem(part, self.arrays["y"].at[place])
-        if "bias" in shared:
-            if is_interpreted():
-                release_used()
-            plgpu.barrier_arrive(shared["bias_empty"])

@@ -2,7 +2,7 @@
 
 from jaxnorm_kernels.launching import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy import both, kl_divergence
-from jaxnorm_kernels.mosaic.cross_entropy.passes import LossBackwardSchedule, units_of
+from jaxnorm_kernels.mosaic.cross_entropy.passes import BACKWARD, units_of
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
@@ -30,28 +30,24 @@ _CANNOT: Table = (
     *_TOO_OLD,
     *NO_ROWS,
     (
-        f"its cross-entropy kernels take rows of {WARPGROUP_THREADS} columns and more",
+        f"its loss kernels need rows of at least {WARPGROUP_THREADS} columns",
         lambda s: s.cols < WARPGROUP_THREADS and s.is_loss,
     ),
     (
-        f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
-        lambda s: (
-            s.direction == "bwd"
-            and s.is_loss
-            and s.rows * LossBackwardSchedule().parts(s) > _MAX_ROWS
-        ),
+        f"its rows have more parts than the {_MAX_ROWS} blocks that 32-bit indices allow",
+        lambda s: s.direction == "bwd" and s.is_loss and s.rows * BACKWARD.parts(s) > _MAX_ROWS,
     ),
     (
-        "only its cross-entropy and its divergence have one kernel for the forward and the "
-        "backward pass",
+        "only cross-entropy and KL divergence have one kernel for the forward and the backward "
+        "pass",
         lambda s: s.returns_both and s.op not in ("cross_entropy", "kl_divergence"),
     ),
     (
-        "its kernel for the forward and the backward pass takes rows in multiples of 16 bytes",
+        "its kernel for the forward and the backward pass needs rows of a multiple of 16 bytes",
         lambda s: s.returns_both and units_of(s).has_edges,
     ),
     (
-        "its kernel for the forward and the backward pass takes rows of at most "
+        "its kernel for the forward and the backward pass needs rows of at most "
         f"{both.MOST_BYTES} bytes, because it reads them from the L2 cache the second time",
         lambda s: (
             s.returns_both
@@ -60,19 +56,19 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "its kernel for the forward and the backward pass of a divergence takes no rows of this "
-        "length, because those of all multiprocessors do not fit into the L2 cache",
+        "its kernel for the forward and the backward pass of a divergence supports no rows of this "
+        "length, because the rows of all multiprocessors do not fit into the L2 cache",
         lambda s: (
             s.returns_both and s.op == "kl_divergence" and kl_divergence.choose_both(s) is None
         ),
     ),
-    (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
+    (f"its kernels need rows of at least {_MIN_COLS} elements", lambda s: s.cols < _MIN_COLS),
     (
-        f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",
+        f"x has more rows than the {_MAX_ROWS} that 32-bit indices allow",
         lambda s: s.rows > _MAX_ROWS,
     ),
     (
-        "its softmax backward takes rows this short only by 64 and more",
+        "its softmax backward needs at least 64 rows this short",
         lambda s: (
             s.direction == "bwd"
             and s.rows < 64
@@ -81,8 +77,8 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "its norm backward takes rows this short only by 64 and more (of each group that has "
-        "parameters of its own)",
+        "its norm backward needs at least 64 rows this short (in each of the groups of rows with "
+        "separate parameters)",
         lambda s: (
             _norm_bwd(s)
             and s.cols < WARPGROUP_THREADS * min(row_vector(s), LEAST_VECTOR)
@@ -90,33 +86,35 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "its norm backward takes rows in multiples of 16 bytes",
+        "its norm backward needs rows of a multiple of 16 bytes",
         lambda s: _norm_bwd(s) and not is_copied(s),
     ),
     (
-        "its kernels add up no gradient of one value for a row where masked logits take part",
+        "its kernels do not compute the gradient of a bias with one value for each row if masked "
+        "logits are replaced by a number",
         lambda s: (
             s.direction == "bwd"
+            and s.is_softmax
             and s.softmax.logits_bias_rows is not None
             and not s.softmax.logits_bias_rows.has_columns
             and not s.drops_masked
         ),
     ),
     (
-        "its norm with a rotation takes no groups of rows with a scale of their own, and tables of "
-        "all pairs",
-        lambda s: bool(s.norm.rotated) and (s.groups > 1 or s.norm.table_rows is None),
+        "its norm with a rotation supports no groups of rows with separate scales, and needs "
+        "tables with all pairs",
+        lambda s: bool(_rotated(s)) and (s.groups > 1 or s.norm.table_rows is None),
     ),
     (
-        f"its norm with a rotation takes rows this short only by {heads.LEAST_ROWS} and more",
-        lambda s: bool(s.norm.rotated) and s.rows < heads.LEAST_ROWS,
+        f"its norm with a rotation needs at least {heads.LEAST_ROWS} rows this short",
+        lambda s: bool(_rotated(s)) and s.rows < heads.LEAST_ROWS,
     ),
     (
-        "its norm with a rotation divides a head's pairs, and its other columns, among the threads "
-        "of a row, two or more, and copies it in multiples of 16 bytes",
-        lambda s: 0 < s.norm.rotated <= s.cols <= heads.MOST_COLS and not _is_held(s),
+        "its norm with a rotation must divide a head's pairs, and its other columns, among the "
+        "threads of a row, at least two, and needs heads of a multiple of 16 bytes",
+        lambda s: 0 < _rotated(s) <= s.cols <= heads.MOST_COLS and not _is_held(s),
     ),
-    ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
+    ("its kernels support no rows of this length", lambda s: not _is_held(s)),
 )
 
 # Compute capabilities for which these kernels are the default although they were never timed there;
@@ -132,8 +130,8 @@ _NOT_TIMED = (100,)
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
-        "on compute capability 12.0 (RTX 50), with less than half of the shared memory that its "
-        "schedules assume, its kernels compile, but have not run",
+        "its kernels were compiled for compute capability 12.0 (RTX 50), but have never run there; "
+        "it has less than half of the shared memory for which their schedules are made",
         lambda s: local_capability() == 120,
     ),
     (
@@ -142,7 +140,7 @@ _LEFT_TO_XLA: Table = (
     ),
     (
         # Kernels of 1 to 128 rows were faster up to 8192 columns. Longer rows were not timed.
-        "with few rows this long, XLA spreads a norm's backward over more multiprocessors",
+        "x has few, long rows: XLA distributes a norm's backward pass over more multiprocessors",
         lambda s: (
             _norm_bwd(s)
             and s.rows < 128
@@ -193,7 +191,7 @@ def _is_held(spec: Spec) -> bool:
     """Return True if the rows of this call fit in the registers and shared memory of a block."""
     if spec.is_loss:
         return True  # A loss kernel loops over parts of a row, so rows of any length fit.
-    if spec.norm.rotated:
+    if _rotated(spec):
         return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
@@ -201,6 +199,11 @@ def _is_held(spec: Spec) -> bool:
         return True  # If rows are too long for one kernel, each norm is run by a separate kernel.
     schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
+
+
+def _rotated(spec: Spec) -> int:
+    """Return the number of columns that the call rotates."""
+    return spec.norm.rotated if spec.is_norm else 0
 
 
 def _norm_bwd(spec: Spec) -> bool:
@@ -213,6 +216,6 @@ def _norm_bwd(spec: Spec) -> bool:
       itself need not be checked.
     * Norms with a rotation, because other kernels run them.
     """
-    is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
-    has_own_rows = is_plain_sum or spec.norm.table_dtype is not None
+    is_plain_sum = spec.has("residual") and not spec.has("branch_scale")
+    has_own_rows = is_plain_sum or spec.op == "norm_rope"
     return spec.is_norm and spec.direction == "bwd" and not has_own_rows

@@ -45,15 +45,18 @@ _LEAST_SMEM = 99 * 1024
 
 @functools.cache
 def local_gpu() -> Gpu:
-    """Return the properties of the local GPU, or of an A100 if there is no GPU."""
-    device = jax.local_devices()[0]
-    capability = local_capability()
+    """Return the properties of the local GPU, or of an A100 if there is no GPU.
+
+    If there are several local GPUs, each property is the minimum over them, because a program may
+    run on any of them.
+    """
+    devices, capability = jax.local_devices(), local_capability()
     if capability is None:
         return AMPERE
     return Gpu(
         capability=capability,
-        sms=getattr(device, "core_count", AMPERE.sms),
-        smem=getattr(device, "shared_memory_per_block_optin", _LEAST_SMEM),
+        sms=min(getattr(device, "core_count", AMPERE.sms) for device in devices),
+        smem=min(getattr(d, "shared_memory_per_block_optin", _LEAST_SMEM) for d in devices),
     )
 
 

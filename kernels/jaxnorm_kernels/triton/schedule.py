@@ -182,7 +182,7 @@ class Line:
         itemsize = max(dtype.itemsize for dtype in read)
         return (
             (self.cols is None or held <= self.cols)
-            and self.mean in (None, spec.norm.subtract_mean)
+            and self.mean in (None, spec.is_norm and spec.norm.subtract_mean)
             and (self.stages == 1 or spec.direction == "bwd" or len(read) == 1)
             and self.unaligned in (None, bool(spec.cols * itemsize % _VECTOR))
             and self.itemsize in (None, itemsize)
@@ -468,8 +468,7 @@ def loss_blocks(spec: Spec, schedule: Schedule) -> int:
 def _table(spec: Spec) -> tuple[Line, ...]:
     if sums_columns(spec):
         return SOFTMAX_BIAS_BACKWARD
-    has_bias = spec.softmax.logits_bias_dtype is not None
-    if spec.direction == "fwd" and (spec.logits.has_mask or has_bias or spec.softmax.causal):
+    if spec.direction == "fwd" and (spec.has("mask") or spec.has("logits_bias") or spec.is_causal):
         return LOGITS_FORWARD
     if (spec.op, spec.direction) in _TABLES or not spec.is_norm:
         return _TABLES[spec.op, spec.direction]
@@ -492,13 +491,13 @@ def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
 
     One of these tiles is in registers. All others must fit into shared memory.
     """
-    saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
+    saved = spec.last.x_dtype if spec.saves_input else spec.y_dtype
     read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":
         # cos and sin together have as many values as an array of x's shape, because each of them
         # has one value for each pair of columns.
         dh = spec.last.x_dtype if "h" in spec.outputs else None
-        read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.norm.table_dtype]
+        read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.dtype("cos")]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile
     return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))
 

@@ -33,29 +33,32 @@ def can_lower() -> bool:
 
 _CANNOT: Table = (
     *NO_ROWS,
-    ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
-        "its kernels take a scale of logits that is a number; an array of scales is plain JAX's",
-        lambda s: s.logits.has_scale,
+        "its kernels exclude masked logits, and here a number replaces them",
+        lambda s: not s.drops_masked,
     ),
     (
-        "its kernel of two norms with a residual between them is RMSNorm's",
+        "its kernels need a scale of the logits that is a number, not an array",
+        lambda s: s.has("logits_scale"),
+    ),
+    (
+        "its kernel of two norms with a residual between them exists only for RMSNorm",
         lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
     ),
     (
-        f"its kernels of a norm and a rotation hold a row of up to {_MOST_ROTATED} columns",
+        f"its norm with a rotation needs rows of at most {_MOST_ROTATED} columns",
         lambda s: s.op == "norm_rope" and s.cols > _MOST_ROTATED,
     ),
     (
-        "there is nothing to rotate by tables of size 0",
+        "tables of size 0 rotate nothing",
         lambda s: s.op == "norm_rope" and s.norm.rotated == 0,
     ),
     (
-        f"its kernels number rows and columns in 32 bits, up to {_MOST}",
+        f"x has more rows or columns than the {_MOST} that 32-bit indices allow",
         lambda s: max(s.rows, s.cols) > _MOST,
     ),
     (
-        f"its kernels number programs, the blocks of rows, in 32 bits, up to {_MOST}",
+        f"its rows have more parts than the {_MOST} programs that 32-bit indices allow",
         lambda s: (
             s.is_loss
             and s.direction == "bwd"
@@ -81,7 +84,7 @@ _LEFT_TO_XLA: Table = (
         lambda s: not can_lower(),
     ),
     (
-        "with few rows, XLA spreads a norm over more multiprocessors",
+        "x has few rows: XLA distributes a norm over more multiprocessors",
         lambda s: s.is_norm and s.rows < _few_rows(s),
     ),
     (
@@ -91,11 +94,11 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "where rows are no multiple of 16 bytes, this norm reads 16-bit elements one by one",
+        "a row is no multiple of 16 bytes long, so this norm reads 16-bit elements one by one",
         lambda s: _has_unaligned_rows(s) and _is_16_bit(s) and s.is_norm and not _is_rms(s, "bwd"),
     ),
     (
-        "rows this wide that are no multiple of 16 bytes are read twice, element by element",
+        "a long row is no multiple of 16 bytes long, so it is read twice, element by element",
         lambda s: (
             _has_unaligned_rows(s)
             and s.cols > 16384
@@ -104,15 +107,15 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "LayerNorm's backward of float32 rows of this width reads them twice from memory",
+        "the backward pass of a LayerNorm reads float32 rows of this width twice from memory",
         lambda s: _is_layer(s, "bwd") and not _is_16_bit(s) and 8192 < s.cols <= 16384,
     ),
     (
-        "RMSNorm of float32 rows this wide reads them twice from memory",
+        "an RMSNorm reads float32 rows of this width twice from memory",
         lambda s: _is_rms(s, "fwd") and s.x_dtype.itemsize == 4 and s.cols > 65536,
     ),
     (
-        "programs that share rows of this length exchange more than XLA's do",
+        "several programs share a row of this length, and exchange more than the programs of XLA",
         lambda s: _is_layer(s, "fwd") and 64 < s.cols <= 128 and _is_16_bit(s),
     ),
 )

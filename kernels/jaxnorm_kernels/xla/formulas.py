@@ -40,7 +40,7 @@ class Formulas(NamedTuple):
         saved = residuals.saved
         given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
         of_backward = spec.replaced(direction="bwd")
-        if spec.norm.residual_dtype is not None:
+        if spec.has("residual"):
             # Below, the backward pass is transposed, so it must be a linear function. Rounding the
             # gradient of h to the residual's dtype would not be linear. Therefore, this gradient is
             # not rounded.

@@ -34,12 +34,13 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
+    BACKWARD,
     Label,
-    LossBackwardSchedule,
+    LossSchedule,
     is_class,
     launch_backward,
 )
-from jaxnorm_kernels.mosaic.rows.units import Unit
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.specs import Spec
 
 
@@ -48,7 +49,7 @@ def cross_entropy_bwd(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossBackwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> Operands:
     """Return the gradient of the logits x. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
@@ -57,7 +58,7 @@ def cross_entropy_bwd(
         numbers += [residuals.entropy, cotangents.entropy]
     return launch_backward(
         spec,
-        schedule or LossBackwardSchedule(),
+        schedule or BACKWARD,
         [residuals.saved],
         residuals.labels,
         numbers,
@@ -69,7 +70,7 @@ def cross_entropy_bwd(
 def gradient(
     spec: Spec,
     x: jax.Array,
-    unit: Unit,
+    unit: Fragment,
     columns: jax.Array,
     label: Label,
     numbers: Sequence[jax.Array],

@@ -28,8 +28,8 @@ from jaxnorm_kernels.mosaic.cross_entropy.forward import (
     takes_80_registers,
 )
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
-    LossForwardSchedule,
     LossRow,
+    LossSchedule,
     launch_forward,
     run_unmasked,
     store_gradient,
@@ -37,7 +37,8 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     units_of,
 )
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, power_of_2
-from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 #: Limit for the bytes of a row. An H100 has 132 SMs and 50 MB of L2 cache. If each SM processes one
@@ -61,13 +62,13 @@ _LONG_BYTES = 128 * 1024
 _SHARE_BYTES = 12 * 1024
 
 
-def choose(spec: Spec) -> LossForwardSchedule:
+def choose(spec: Spec) -> LossSchedule:
     """Choose the schedule of a call."""
     row = row_bytes(spec)
     # With eight warpgroups, an SM has 64 registers for each thread.
     most = 8 if row > _LONG_BYTES and not takes_80_registers(spec) else 4
     warpgroups = power_of_2(max(1, min(row // _SHARE_BYTES, most)))
-    return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups)
+    return LossSchedule.of(units_of(spec), COLUMNS, warpgroups)
 
 
 def cross_entropy_both(
@@ -75,7 +76,7 @@ def cross_entropy_both(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossForwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> tuple[Results, Operands]:
     """Return the loss and the gradient of the logits x.
 
@@ -128,10 +129,10 @@ def store_both(
         loss, numbers = reduce()
         store_results(index, [losses], [loss])
 
-        def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
+        def read(units: Sequence[Fragment]) -> list[list[jax.Array]]:
             return [load_units(units, ref, index) for ref in logits]
 
-        def write(units: Sequence[Unit], raw: Sequence[Sequence[jax.Array]]) -> None:
+        def write(units: Sequence[Fragment], raw: Sequence[Sequence[jax.Array]]) -> None:
             store_gradient(row.scaled, units, raw, dx, index, label, numbers, gradient, None)
 
         def advance(i: Any, raw: list[list[jax.Array]]) -> list[list[jax.Array]]:
@@ -151,7 +152,7 @@ def store_both(
         row.skip()
         store_results(index, [losses], [0.0])
 
-        def clear(units: Sequence[Unit]) -> None:
+        def clear(units: Sequence[Fragment]) -> None:
             zero = jnp.zeros(units[0].shape, jnp.float32)
             for unit in units:
                 unit.store(dx, index, plgpu.layout_cast(zero, unit.layout))

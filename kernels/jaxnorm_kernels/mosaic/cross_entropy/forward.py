@@ -42,8 +42,8 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, finite, g
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
-    LossForwardSchedule,
     LossRow,
+    LossSchedule,
     fresh_of,
     is_class,
     launch_forward,
@@ -69,7 +69,8 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 #: A maximum and sums over the columns that have been read so far: a tuple with two or three
@@ -93,12 +94,12 @@ COLUMNS = 16
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
+def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
     # With 80 registers per thread, an SM does not have enough registers for two blocks of 512
     # threads.
     most = 2 if takes_80_registers(spec) else _MOST_WARPGROUPS
-    return LossForwardSchedule.of(units_of(spec), COLUMNS, warpgroups_of(spec, gpu, most))
+    return LossSchedule.of(units_of(spec), COLUMNS, warpgroups_of(spec, gpu, most))
 
 
 def warpgroups_of(spec: Spec, gpu: Gpu, most: int) -> int:
@@ -121,7 +122,7 @@ def takes_80_registers(spec: Spec) -> bool:
 
 
 def cross_entropy_fwd(
-    operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
+    operands: Operands, spec: Spec, *, schedule: LossSchedule | None = None
 ) -> Results:
     """Return the loss, or log_prob and entropy.
 
@@ -185,7 +186,7 @@ def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[]
 
 def _add(
     sums: Sums,
-    units: Sequence[Unit],
+    units: Sequence[Fragment],
     raw: Sequence[jax.Array],
     mine: Any,
     *,
@@ -220,7 +221,7 @@ def _add(
 
 
 def _without(
-    label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
+    label: jax.Array, units: Sequence[Fragment], x: Sequence[jax.Array], layout: Layout
 ) -> list[jax.Array]:
     """Replace x by -inf in the label's column."""
     columns = flat_index(x[0].shape, layout)  # relative to the unit's first column

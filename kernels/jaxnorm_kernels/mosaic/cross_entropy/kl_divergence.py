@@ -44,9 +44,8 @@ from jaxnorm_kernels.mosaic.cross_entropy.both import store_both
 from jaxnorm_kernels.mosaic.cross_entropy.forward import row_bytes, warpgroups_of
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
-    LossBackwardSchedule,
-    LossForwardSchedule,
     LossRow,
+    LossSchedule,
     fresh_of,
     launch_backward,
     launch_forward,
@@ -65,7 +64,8 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 # Maximum number of warpgroups of a block. With more, an SM's registers would not suffice for two
@@ -129,10 +129,10 @@ def _of_teacher(spec: Spec) -> Spec:
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
+def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
     warpgroups = warpgroups_of(spec, gpu, _MOST_WARPGROUPS)
-    return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups)
+    return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups)
 
 
 # Limit for the bytes of all rows that the kernel of both passes processes at the same time. They
@@ -168,7 +168,7 @@ _BOTH_WARPGROUPS = ((96 * 1024, 4), (24 * 1024, 2), (0, 1))
 
 
 @kept
-def choose_both(spec: Spec, gpu: Gpu) -> LossForwardSchedule | None:
+def choose_both(spec: Spec, gpu: Gpu) -> LossSchedule | None:
     """Choose the schedule of the kernel of both passes.
 
     The schedule has the smallest cluster with which all rows that are processed at the same time
@@ -179,7 +179,7 @@ def choose_both(spec: Spec, gpu: Gpu) -> LossForwardSchedule | None:
     sizes = [1, *sorted(size for size in gpu.clusters if size <= gpu.portable_cluster)]
     for cluster in sizes:
         if row * gpu.at_a_time(cluster) <= _CACHE_BYTES:
-            return LossForwardSchedule.of(units_of(spec), _COLUMNS, warpgroups, cluster)
+            return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups, cluster)
     return None
 
 
@@ -188,7 +188,7 @@ def kl_divergence_both(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossForwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> tuple[Results, Operands]:
     """Return the divergence and the gradient of the student's logits.
 
@@ -216,7 +216,7 @@ def _row_of_both(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) 
 
 
 def kl_divergence_fwd(
-    operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
+    operands: Operands, spec: Spec, *, schedule: LossSchedule | None = None
 ) -> Results:
     """Return the divergence and the statistics. `schedule` replaces the default schedule."""
     assert operands.mask is None, "of classes: `support` refuses it"
@@ -244,7 +244,7 @@ def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Arra
     pair = _Pair.of(spec)
     refs = (x, teacher) if spec.loss.reverse else (teacher, x)
 
-    def read(units: Sequence[Unit]) -> list[list[jax.Array]]:
+    def read(units: Sequence[Fragment]) -> list[list[jax.Array]]:
         """Return the elements of P's row and of Q's row."""
         return [load_units(units, ref, row.index) for ref in refs]
 
@@ -260,7 +260,7 @@ def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Arra
 
 
 def _add(
-    sums: _Sums, units: Sequence[Unit], raw: list[list[jax.Array]], mine: Any, *, pair: _Pair
+    sums: _Sums, units: Sequence[Fragment], raw: list[list[jax.Array]], mine: Any, *, pair: _Pair
 ) -> _Sums:
     """Add the elements of `units` to each thread's sums; see `Steps.reduce`."""
     v, layout = units[0].vector, units[0].layout
@@ -361,7 +361,7 @@ def kl_divergence_bwd(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: LossBackwardSchedule | None = None,
+    schedule: LossSchedule | None = None,
 ) -> Operands:
     """Return the gradient of the student's logits. `schedule` replaces the default schedule."""
     assert residuals.mask is None, "of classes: `support` refuses it"
@@ -370,7 +370,7 @@ def kl_divergence_bwd(
         numbers.append(residuals.y)
     return launch_backward(
         spec,
-        schedule or LossBackwardSchedule(units=2),
+        schedule or LossSchedule(units=2),
         [residuals.saved, residuals.teacher_logits],
         None,
         numbers,
@@ -383,7 +383,7 @@ def _gradient(
     spec: Spec,
     x: jax.Array,
     teacher: jax.Array,
-    unit: Unit,
+    unit: Fragment,
     columns: jax.Array,
     numbers: Sequence[jax.Array],
 ) -> jax.Array:

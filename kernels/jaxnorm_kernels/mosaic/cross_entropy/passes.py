@@ -31,34 +31,37 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     widen,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+from jaxnorm_kernels.mosaic.rows.units import RowFragments, load_units
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
-def units_of(spec: Spec, *, padded: bool = False) -> Units:
+def units_of(spec: Spec, *, padded: bool = False) -> RowFragments:
     """Return the units that contain a row's classes.
 
     If `padded`, they also contain the columns of padding, which follow the classes.
     """
     widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
-    return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
+    return RowFragments.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
 
 # -------------------------------------------------------------------------------------- forward
 
 
 @dataclasses.dataclass(frozen=True)
-class LossForwardSchedule:
-    """How the forward pass reads a row.
+class LossSchedule:
+    """How a pass reads a row.
 
     Attributes:
-      units: the number of units in a step. The units of a step are loaded together, while those of
-        the previous step are added to the sums.
-      warpgroups: the number of warpgroups in a block; they share a row.
-      cluster: the number of blocks that share a row.
+      units: the number of units in a step of the forward pass. The units of a step are loaded
+        together, while those of the previous step are added to the sums. In the backward pass, it
+        is the number of units per block.
+      warpgroups: the number of warpgroups in a block; they share a row. In the backward pass, it
+        is 1.
+      cluster: the number of blocks that share a row in the forward pass.
     """
 
     units: int
@@ -67,8 +70,8 @@ class LossForwardSchedule:
 
     @classmethod
     def of(
-        cls, units: Units, columns: int, warpgroups: int, cluster: int = 1
-    ) -> "LossForwardSchedule":
+        cls, units: RowFragments, columns: int, warpgroups: int, cluster: int = 1
+    ) -> "LossSchedule":
         """Return a schedule for rows that are divided as `units` describes.
 
         `columns` is the number of columns that a thread should process per step.
@@ -82,6 +85,17 @@ class LossForwardSchedule:
         """The number of warpgroups that share a row."""
         return self.warpgroups * self.cluster
 
+    def parts(self, spec: Spec) -> int:
+        """Return the number of blocks per row in the backward pass."""
+        return -(-units_of(spec, padded=True).count // self.units)
+
+
+#: The schedule of a backward pass. For rows of 32768 bfloat16 elements, a kernel with four units
+#: per block reaches 0.98 of a copy's bandwidth, and with two units 0.97. With a softcap, it reaches
+#: 0.90 with four units, and 0.86 with two (H200). More units per block take registers that other
+#: blocks of the SM need.
+BACKWARD = LossSchedule(units=4)
+
 
 class Steps(NamedTuple):
     """The units of a row that belong to one warpgroup, grouped into steps.
@@ -89,8 +103,8 @@ class Steps(NamedTuple):
     If n warpgroups share a row, each of them reads every n-th unit.
     """
 
-    units: Units
-    schedule: LossForwardSchedule
+    units: RowFragments
+    schedule: LossSchedule
     row: Any
 
     @property
@@ -98,24 +112,24 @@ class Steps(NamedTuple):
         """The number of full steps, in which no unit has stale columns."""
         return self.units.whole // (self.schedule.units * self.schedule.shares)
 
-    def step(self, index: Any) -> list[Unit]:
+    def step(self, index: Any) -> list[Fragment]:
         """Return the units of the step `index`, which must be less than `whole_steps`."""
         return self._of(index, self.schedule.units, whole=True)
 
-    def rest(self) -> list[Unit]:
+    def rest(self) -> list[Fragment]:
         """Return the units that remain after the full steps; the list may be empty."""
         shares = self.schedule.shares
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
 
-    def first(self) -> list[Unit]:
+    def first(self) -> list[Fragment]:
         """Return the units of the first step."""
         return self.step(0) if self.whole_steps else self.rest()
 
     def reduce[Raw, Sums](
         self,
-        load: Callable[[Sequence[Unit]], Raw],
-        add: Callable[[Sums, Sequence[Unit], Raw, Any], Sums],
+        load: Callable[[Sequence[Fragment]], Raw],
+        add: Callable[[Sums, Sequence[Fragment], Raw, Any], Sums],
         sums: Sums,
         raw: Raw,
     ) -> Sums:
@@ -158,13 +172,13 @@ class Steps(NamedTuple):
             share = share + self.schedule.warpgroups * lax.axis_index(CLUSTER)
         return share
 
-    def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
+    def _of(self, step: Any, count: int, *, whole: bool) -> list[Fragment]:
         shares = self.schedule.shares
         first = step * (self.schedule.units * shares) + self._share
         return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
 
 
-def fresh_of(units: Sequence[Unit], mine: Any) -> list[jax.Array | None]:
+def fresh_of(units: Sequence[Fragment], mine: Any) -> list[jax.Array | None]:
     """Return, for each unit, a mask of the elements that are added to the sums.
 
     A unit's mask is None if all its elements are added. `mine` is a scalar bool. If it is False,
@@ -195,7 +209,7 @@ class LossRow:
     """
 
     spec: Spec
-    schedule: LossForwardSchedule
+    schedule: LossSchedule
     index: Any
     exchange: Gather
     scratch: Sequence[Any]
@@ -227,7 +241,7 @@ class LossRow:
 
 def launch_forward(
     spec: Spec,
-    schedule: LossForwardSchedule,
+    schedule: LossSchedule,
     scale: jax.Array | None,
     operands: Sequence[jax.Array | None],
     compute: Callable[[LossRow, Sequence[Ref], Sequence[Ref]], None],
@@ -351,24 +365,6 @@ def is_class(label: jax.Array, spec: Spec) -> jax.Array:
 # ------------------------------------------------------------------------------------- backward
 
 
-@dataclasses.dataclass(frozen=True)
-class LossBackwardSchedule:
-    """How a row is divided among blocks. Each block has one warpgroup.
-
-    Attributes:
-      units: the number of units per block. For rows of 32768 bfloat16 elements, a kernel with four
-        units reaches 0.98 of a copy's bandwidth, and with two units 0.97. With a softcap, it
-        reaches 0.90 with four units, and 0.86 with two (H200). More units per block take registers
-        that other blocks of the SM need.
-    """
-
-    units: int = 4
-
-    def parts(self, spec: Spec) -> int:
-        """Return the number of blocks per row."""
-        return -(-units_of(spec, padded=True).count // self.units)
-
-
 class Label(NamedTuple):
     """The label of a row, for the computation of the gradient in one unit of the row.
 
@@ -383,7 +379,7 @@ class Label(NamedTuple):
 
 def launch_backward(
     spec: Spec,
-    schedule: LossBackwardSchedule,
+    schedule: LossSchedule,
     logits: Sequence[jax.Array],
     labels: jax.Array | None,
     numbers: Sequence[jax.Array],
@@ -398,13 +394,13 @@ def launch_backward(
       numbers: arrays with a number for each row. The second array must be the saved statistic
         log(s) of x. In masked rows, it is -inf, and dx is 0.
       gradient: a function that computes a part of a row of dx, in float32. The part is a unit, a
-        range of columns (see `Unit`). The function is not called for masked rows. It is called with
-        positional arguments, in this order:
+        range of columns (see `Fragment`). The function is not called for masked rows. It is called
+        with positional arguments, in this order:
 
         * the spec of the row (see `of_row`);
         * the elements of x in this unit, in float32;
         * the elements of the teacher's logits in this unit, in float32, only for a divergence;
-        * the `Unit`;
+        * the `Fragment`;
         * the index of each element's column, relative to the unit's first column;
         * the row's `Label`, only if there are labels;
         * a list with the row's value of each array in `numbers`.
@@ -423,7 +419,7 @@ def launch_backward(
         block = lax.axis_index(BLOCK)
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
-        def write(of_block: Sequence[Unit]) -> None:
+        def write(of_block: Sequence[Fragment]) -> None:
             # Start the loads of the logits first, and the loads of the row's few other numbers
             # (statistics, cotangents) right after them, so that all of them are in flight at the
             # same time.
@@ -451,7 +447,7 @@ def launch_backward(
 
 def store_gradient(
     spec: Spec,
-    units: Sequence[Unit],
+    units: Sequence[Fragment],
     raw: Sequence[Sequence[jax.Array]],
     dx: Ref,
     row: Any,

@@ -2,7 +2,7 @@
 
 They replace Mosaic operations that are slow or do not exist:
 
-* loads of a range of columns, of masks, and of the table row that each row of x uses;
+* loads of masks, and of the table row that each row of x uses;
 * stores to global memory, including rows that start or end at an unaligned address;
 * splitting an array into its even and its odd columns, and joining them again.
 
@@ -27,7 +27,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     flat_index,
     in_float32,
     load,
-    load_arrays,
     reshaped,
     store,
     with_registers,
@@ -41,16 +40,6 @@ from jaxnorm_kernels.mosaic.device.mgpu import (
     vector,
 )
 from jaxnorm_kernels.specs import Shared
-
-
-def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
-    """Load columns ``[start, start + width)`` of a ``(rows, cols)`` ref, in the ref's dtype.
-
-    Mosaic's own load of columns from shared memory requires that `width` divides `cols`.
-    """
-    if width == ref.shape[1]:
-        return load(ref, layout)
-    return load_arrays([ref], layout, (ref.shape[0], width), starts=(start,))[0]
 
 
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:

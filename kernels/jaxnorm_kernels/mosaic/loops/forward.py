@@ -74,7 +74,7 @@ def run(
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:
-        body(tile.placed(), ForwardRefs(*split(refs, *counts)))
+        body(tile.with_indices(), ForwardRefs(*split(refs, *counts)))
 
     shape = operands[0].shape
     if scratch is None:

@@ -46,16 +46,13 @@ from jaxnorm_kernels.mosaic.loops.formulas import (
 )
 from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
-from jaxnorm_kernels.mosaic.rows.tiles import RowTile
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile
 
 # Number of partial sums of a column that a thread loads at once. For each column, a block has as
 # many partial sums as a tile has rows: row i of every tile is added to partial sum i. After the
 # last tile, the block adds up the partial sums of each column.
 _ADDED_AT_A_TIME = 8
 
-#: Values of a tile's rows. The list has one array for each fragment (range of columns) of a
-#: `RowTile`, or for each part of a rotated head (`HeadTile`).
-Parts = Sequence[jax.Array]
 #: The position of a row in shared memory, which contains several pipeline stages: a pair (index of
 #: the stage, index of the row within the stage).
 RowIndex = tuple[Any, int]
@@ -79,7 +76,7 @@ class TileWork(NamedTuple):
         the wait for the tile's rows, which are being copied to shared memory.
     """
 
-    finish: Callable[[Sequence[Ref], RowIndex, Any, Any], tuple[Sequence[Parts], Parts]]
+    finish: Callable[[Sequence[Ref], RowIndex, Any, Any], tuple[Sequence[Fragments], Fragments]]
     statistics: Callable[[Any], Any] = lambda first: None
     early: Callable[[Any], Any] = lambda first: None
 
@@ -274,7 +271,7 @@ def pipelined_narrow_rows_backward(
 
     def finish(
         columns: Sequence[Arrays], held: Sequence[Ref], at: RowIndex, stats: Arrays, _: None
-    ) -> tuple[Sequence[Parts], Parts]:
+    ) -> tuple[Sequence[Fragments], Fragments]:
         summed = read(held[: formula.summed], at)
         of_rows = [[tile.broadcast(stat, v) for stat in stats] for v, *_ in summed]
         of_columns = [

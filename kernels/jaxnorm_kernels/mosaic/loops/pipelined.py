@@ -225,7 +225,7 @@ class PipelinedRows:
     def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
         """Return a warpgroup's columns, given its index among all warpgroups of the cluster."""
         unit = WARPGROUP_THREADS * self.vector
-        return Partition(cols, self.cluster * self.warpgroups, unit, warpgroup)
+        return Partition(cols, self.cluster * self.warpgroups, unit, self.vector, warpgroup)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +270,7 @@ class _PipelinedKernel:
         *_, carried = lax.fori_loop(1, steps + 1, self.step, (first, second, carried))
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
-                unit.store(ref, block, value, self.ring.layout)
+                unit.store(ref, block, value)
 
     def step(self, k: Any, carry: Any) -> Any:
         """Run one iteration of the loop over steps. A step consists of one row or a few rows.
@@ -293,12 +293,12 @@ class _PipelinedKernel:
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
         totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
-            stale = unit.is_stale()
+            fresh = unit.is_fresh()
             for row in rows:
                 elements = self.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])
-                if stale is not None:
-                    terms = [jnp.where(stale, jnp.float32(0), term) for term in terms]
+                if fresh is not None:
+                    terms = [jnp.where(fresh, term, jnp.float32(0)) for term in terms]
                 totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
         # Annotate the layout of the results only. Annotating all loads would slow down Mosaic's
         # layout inference.
@@ -333,7 +333,7 @@ class _PipelinedKernel:
             elements = self.read(at, row, unit, len(self.held))
             values, terms = self.formula.finish(elements, columns, stats, totals)
             for ref, value in zip(self.refs.results, values):
-                unit.store(ref, index, value, self.ring.layout)
+                unit.store(ref, index, value)
             added += terms
         return added
 
@@ -362,7 +362,7 @@ def pipelined_backward(
     (rows, cols), groups, blocks = call.shape, call.groups, call.blocks
     if ring.stages < 2 or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
-    sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
+    sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2, stages=4)
     whole = ring.cluster * ring.warpgroups == 1
 
     def body(refs: BackwardRefs) -> None:

@@ -47,11 +47,11 @@ from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run, sto
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Stat, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.specs import Op, Spec
 
 
-def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None) -> Results:
+def norm_fwd(operands: Operands, spec: Spec, *, schedule: TileSchedule | None = None) -> Results:
     """Run the forward pass of a norm; see `Implementation.forward`.
 
     The statistics that it returns are float32.

@@ -19,7 +19,8 @@ from jaxnorm_kernels.mosaic.loops.formulas import BackwardCall, BackwardRefs
 from jaxnorm_kernels.mosaic.loops.narrow_rows import RowIndex, TileWork, narrow_rows_backward
 from jaxnorm_kernels.mosaic.loops.pipelined import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
-from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated, rotated_back
+from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rotated, rotated_back
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments
 from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
@@ -50,14 +51,14 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         first = jnp.minimum(lax.axis_index(BLOCK) * tile.rows, spec.rows - tile.rows)
         rows = pl.ds(first, tile.rows)
         raw = tile.load(x, rows)
-        gains = [[gain(part, spec.last) for part in tile.load_param(ref)] for ref in scale]
+        gains = [[gain(v, spec.last) for v in tile.load_param(ref)] for ref in scale]
         table = tile.load_tables((cos, sin), shared, first)
-        parts = [widen(part, layout) for part, layout in zip(raw, layouts)]
-        square = tile.sum([jnp.square(part) for part in parts])
+        fragments = [widen(v, layout) for v, layout in zip(raw, layouts)]
+        square = tile.sum([jnp.square(v) for v in fragments])
         r = lax.rsqrt(square / spec.cols + spec.norm.epsilon)
-        n = [part * tile.broadcast(r, part) for part in parts]
+        n = [v * tile.broadcast(r, v) for v in fragments]
         for of_scale in gains:
-            n = [part * tile.expand(g) for part, g in zip(n, of_scale)]
+            n = [v * tile.expand(g) for v, g in zip(n, of_scale)]
         tile.store(y, rows, rotated(n, *table))
         for ref in rstd:
             store(ref.at[rows], r)
@@ -94,14 +95,14 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 class _RotatedRows:
     """The backward pass of a tile of rows, in float32. The equations are above the class.
 
-    A row is a list of arrays, one for each part of the row (see `HeadTile`).
+    A row is a list of arrays, one for each fragment of the row (see `HeadTile`).
 
     Attributes:
       spec: the call's spec.
       tile: how a warpgroup distributes its rows over threads.
       rstd: ref of the rows' reciprocal standard deviations, ``(rows,)``.
       tables: refs of the tables of cos and sin.
-      gains: two lists with an array for each part of the columns. The first list contains G, the
+      gains: two lists with an array for each fragment. The first list contains G, the
         second contains 1 / G. Without a scale, both lists are empty.
     """
 
@@ -109,9 +110,9 @@ class _RotatedRows:
     tile: HeadTile
     rstd: Ref
     tables: Sequence[Ref]
-    gains: tuple[Parts, Parts]
+    gains: tuple[Fragments, Fragments]
 
-    def load(self, first: Any) -> tuple[Parts, jax.Array]:
+    def load(self, first: Any) -> tuple[Fragments, jax.Array]:
         """Load cos, sin and rstd of the tile whose first row has the index `first`."""
         shared = self.spec.norm.table_rows
         assert shared is not None
@@ -119,34 +120,34 @@ class _RotatedRows:
         return table, load(self.rstd.at[pl.ds(first, self.tile.rows)], self.tile.stat_layout)
 
     def finish(
-        self, held: Sequence[Ref], at: RowIndex, _: None, loaded: tuple[Parts, jax.Array]
-    ) -> tuple[list[Parts], Parts]:
+        self, held: Sequence[Ref], at: RowIndex, _: None, loaded: tuple[Fragments, jax.Array]
+    ) -> tuple[list[Fragments], Fragments]:
         """Return dx and the terms of dscale, for the tile whose first row is `held[at]`."""
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
         saved, d = (tile.load_shared(ref, at) for ref in held)
-        of_rows = [tile.broadcast(r, part) for part in saved]
+        of_rows = [tile.broadcast(r, v) for v in saved]
         xh, n = self._normalised(saved, table, reciprocals, of_rows)
         d = rotated_back(d, *table)
-        dg = [part * tile.expand(of) for part, of in zip(d, g)] if g else d
+        dg = [v * tile.expand(of) for v, of in zip(d, g)] if g else d
         c2 = tile.sum([a * b for a, b in (zip(dg, xh) if n is None else zip(d, n))])
-        of_sum = [tile.broadcast(r * (c2 / self.spec.cols), part) for part in saved]
+        of_sum = [tile.broadcast(r * (c2 / self.spec.cols), v) for v in saved]
         dx = [a * r - b * c for a, r, b, c in zip(dg, of_rows, xh, of_sum)]
         return [dx], [a * b for a, b in zip(d, xh)] if g else []
 
     def _normalised(
-        self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
-    ) -> tuple[Parts, Parts | None]:
+        self, saved: Fragments, table: Fragments, reciprocals: Fragments, r: Fragments
+    ) -> tuple[Fragments, Fragments | None]:
         """Return the normalised input xh, and n = xh * G. n is None if the input is saved."""
         if self.spec.norm.saved == "input":
-            return [part * of_row for part, of_row in zip(saved, r)], None
+            return [v * of_row for v, of_row in zip(saved, r)], None
         cos, sin = table
         square = cos * cos + sin * sin
         inverse = jnp.where(square == 0, jnp.float32(0), 1 / square)
-        a, b, *rest = rotated_back([within_limit(part, self.spec) for part in saved], cos, sin)
+        a, b, *rest = rotated_back([within_limit(v, self.spec) for v in saved], cos, sin)
         n = [a * inverse, b * inverse, *rest]
         bound = math.sqrt(self.spec.cols)
         xh = [a * self.tile.expand(b) for a, b in zip(n, reciprocals)] if reciprocals else n
-        return [jnp.clip(part, -bound, bound) for part in xh], n
+        return [jnp.clip(v, -bound, bound) for v in xh], n
 
 
 def norm_rope_bwd(
@@ -159,8 +160,8 @@ def norm_rope_bwd(
 
     def start(refs: BackwardRefs, share: Share) -> TileWork:
         cos, sin, *scale = refs.params
-        g = [gain(part, spec.last) for ref in scale for part in tile.load_param(ref)]
-        gains = g, [reciprocal(part, spec.last) for part in g]
+        g = [gain(v, spec.last) for ref in scale for v in tile.load_param(ref)]
+        gains = g, [reciprocal(v, spec.last) for v in g]
         rows = _RotatedRows(spec, tile, *refs.stats, (cos, sin), gains)
         return TileWork(rows.finish, early=rows.load)
 

@@ -38,8 +38,8 @@ from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment
-from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Parts, StripExchange
-from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
+from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Partials, StripExchange
+from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, StripSchedule
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.specs import Spec
 
@@ -146,7 +146,7 @@ def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> O
 
 def _in_strips(
     finish: Callable[[Strip, Gather, Sequence[Ref]], None],
-    strips: Strips,
+    strips: StripSchedule,
     rows: Sequence[jax.Array],
     others: Sequence[jax.Array],
     *,
@@ -216,11 +216,11 @@ def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | 
     return lax.rsqrt(square / spec.cols + spec.norm.epsilon), mean
 
 
-def _add(parts: Parts) -> list[Any]:
+def _add(parts: Partials) -> list[Any]:
     return [parts.total(k) for k in range(len(parts.stats))]
 
 
-def _merge_moments(parts: Parts) -> list[Any]:
+def _merge_moments(parts: Partials) -> list[Any]:
     """Merge the statistics of several parts of the columns.
 
     Return the mean of all columns, the sum of squares of x - mean, and the number of columns.

@@ -2,7 +2,7 @@
 
 After a `Gather`, every warp has the values of all warps; after `RowSums`, it has their sums. The
 blocks of a cluster write values into each other's shared memory, which CUDA calls distributed
-shared memory (`ClusterExchange`). The arriving bytes are counted by barriers
+shared memory. The arriving bytes are counted by barriers
 (`TransactionBarriers`). Pallas has no such operations, so they are written in PTX. The interpreter
 does not support clusters.
 """
@@ -172,30 +172,56 @@ def send(
 # only the sums.
 
 
+def _tree_sum(values: list[Any]) -> Any:
+    while len(values) > 1:
+        values = [arith.addf(a, b) for a, b in zip(values[::2], values[1::2])]
+    return values[0]
+
+
+# A layout in which every thread loads the entire array, four elements at a time.
+_ALL = plgpu.Layout.TILED(
+    plgpu.Tiling(((WARPS,),)),
+    warp_dims=(plgpu.Replicated(WARPS),),
+    lane_dims=(plgpu.Replicated(WARP),),
+    vector_dim=-1,
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class ClusterExchange:
-    """Exchange of values between the warps of all blocks of a cluster, which share a row.
+class Exchange:
+    """Exchange of a row's values between the warps of a block, or of all blocks of a cluster.
+
+    Within a block of up to 8 warpgroups, the values go through shared memory. Between the blocks of
+    a cluster, they are sent as messages.
 
     Attributes:
       warpgroups: number of warpgroups (of 4 warps) per block.
-      blocks: number of blocks per cluster.
-      values: number of values that each warp contributes to an exchange.
-      added: True if only the sums over all warps are needed. Each warpgroup then adds its warps'
-        values before it sends them.
-      stages: number of exchanges that may be in flight. The fastest warp may send the values of
-        exchange ``k + stages - 1`` while the slowest still reads the values of exchange k.
+      cluster: number of blocks that share a row; 1 means no cluster.
+      values: maximum number of values that a warp contributes to an exchange.
+      depth: number of exchanges that may be in flight: their values have been written, but not
+        read by all warps.
+      stages: number of stages, each of which is memory for the values of one exchange. The fastest
+        warp may write exchange ``k + stages - 1`` while the slowest still reads exchange k.
     """
 
     warpgroups: int
-    blocks: int
-    values: int
-    added: bool = False
+    cluster: int = 1
+    values: int = 1
+    depth: int = 1
     stages: int = 1
+
+    #: True if only the sums over all warps are needed. In a cluster, each warpgroup then adds its
+    #: warps' values before it sends them.
+    _is_sum = False
 
     @property
     def parts(self) -> int:
-        """Number of contributions to each value: one per warp, or one per warpgroup if `added`."""
-        return self.warpgroups * self.blocks * (1 if self.added else WARPS)
+        """Number of contributions to each value: one per warp, or one per warpgroup if added."""
+        return self.warpgroups * self.cluster * (1 if self._is_added else WARPS)
+
+    @property
+    def _is_added(self) -> bool:
+        return self._is_sum and self.cluster > 1
 
     @property
     def _width(self) -> int:
@@ -211,46 +237,66 @@ class ClusterExchange:
         """Shape of a stage, which is the memory for one exchange.
 
         Each value has several contributions (see `parts`), and a stage has one element for each
-        contribution to each value. If `added` is False, the shape is (number of values, number of
-        contributions per value). If `added` is True, these two sizes are in the opposite order, and
-        the number of values includes the padding of `_width`.
+        contribution to each value. The shape is (number of values, number of contributions per
+        value). If warpgroups add their values, these two sizes are in the opposite order, and the
+        number of values includes the padding of `_width`.
         """
-        return (self.parts, self._width) if self.added else (self.values, self.parts)
+        return (self.parts, self._width) if self._is_added else (self.values, self.parts)
 
     @property
     def _barriers(self) -> TransactionBarriers:
         return TransactionBarriers(self.warpgroups, self.stages)
 
     def scratch(self) -> list[Any]:
-        """Return the shared memory of the exchange: slots for arriving values, and barriers.
+        """Return the shared memory and barriers, in the order of a kernel body's arguments.
 
-        If `added`, there is also memory in which the warps of a warpgroup add their values.
+        In a cluster in which warpgroups add their values, there is also memory for these additions.
         """
         rows, width = self._slots
-        scratch = [
-            plgpu.SMEM((self.stages * rows, width), jnp.float32),
-            self._barriers.scratch(),
-        ]
-        if self.added:
-            terms = (self.stages * self.warpgroups * self.values, WARPS)
-            scratch.append(plgpu.SMEM(terms, jnp.float32))
-        return scratch
+        slots = plgpu.SMEM((self.stages * rows, width), jnp.float32)
+        if self.cluster == 1:
+            return [slots, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
+        terms = (self.stages * self.warpgroups * self.values, WARPS)
+        added = [plgpu.SMEM(terms, jnp.float32)] * self._is_added
+        return [slots, self._barriers.scratch(), *added]
 
     def open(self, scratch: Sequence[Any]) -> None:
-        """Initialise the barriers. A kernel must call this first."""
-        self._barriers.open(scratch[1])
+        """Initialise the barriers of a cluster. A kernel must call this first."""
+        if self.cluster > 1:
+            self._barriers.open(scratch[1])
 
     def ready(self) -> None:
-        """Wait until all blocks have initialised their barriers. Call it before `send`."""
-        self._barriers.ready()
+        """Wait until the other blocks of the cluster can receive values.
 
-    def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
+        A kernel calls this once before it sends values. It calls this late, when the other blocks
+        have probably started, because the wait is shorter then.
+        """
+        if self.cluster > 1:
+            self._barriers.ready()
+
+    def _stage(self, k: Any) -> Any:
+        return lax.rem(jnp.int32(k), self.stages)
+
+    def _receive(self, scratch: Sequence[Any], stage: Any, k: Any) -> None:
+        """Wait until all values of exchange `k` have arrived from the blocks of the cluster."""
+        self._barriers.receive(scratch[1], stage, lax.rem(lax.div(jnp.int32(k), self.stages), 2))
+
+    @property
+    def _of_warpgroup(self) -> Any:
+        """Slice that selects four columns of a stage, one for each warp of this warpgroup.
+
+        A stage in shared memory has one column for each warp of the block. Each warp stores its
+        values in its own column.
+        """
+        return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
+
+    def _send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
         """Send `values` to all blocks of the cluster.
 
         Each value is a ``(4,)`` array with an element for each warp of the warpgroup.
         """
         layout = warps_layout(1).reduce(1)
-        slots, barriers, *terms = scratch[: 2 + self.added]
+        slots, barriers, *terms = scratch[: 2 + self._is_added]
 
         @plgpu.inline_mgpu(
             arg_types=(_REF, _REF, [_REF] * len(terms), _SCALAR, [layout] * len(values))
@@ -265,7 +311,7 @@ class ClusterExchange:
             barrier = barrier_of(barriers, stage)
             rows, width = self._slots
             target = mgpu.address_of(slots) + stage * (4 * rows * width)
-            if self.added:
+            if self._is_added:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
                 target += (rank * self.warpgroups + thread // WARPGROUP_THREADS) * (4 * width)
@@ -278,7 +324,7 @@ class ClusterExchange:
                 block = thread % WARP
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
-                send(message, target + 4 * at, barrier, block, self.blocks)
+                send(message, target + 4 * at, barrier, block, self.cluster)
 
         send_values(slots, barriers, terms, stage, list(values))
 
@@ -306,18 +352,91 @@ class ClusterExchange:
         sums = [_tree_sum(mgpu.load_floats(first + 16 * i, WARPS)) for i in range(self.values)]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
-    def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
-        """Wait until all values of an exchange have arrived in this block.
 
-        If it is the n-th exchange that uses this stage (counted from 0), `parity` is n % 2.
+@dataclasses.dataclass(frozen=True)
+class Gather(Exchange):
+    """An exchange after which every warp has the values of all warps."""
+
+    def __call__(
+        self, scratch: Sequence[Any], *values: jax.Array, count: Any = 0
+    ) -> list[jax.Array]:
+        """Exchange values between all warps, and return one array for each argument of `values`.
+
+        Each argument is a ``(4,)`` array with an element for each warp of this warpgroup. The array
+        that is returned for this argument has the elements of all warps of the block or, in a
+        cluster, of all warps of all blocks. Every warp gets all of these elements, in the same
+        order, spread over its lanes. So each warp can reduce the array by itself, without another
+        exchange. `count` is the number of earlier calls in this block.
         """
-        self._barriers.receive(scratch[1], stage, parity)
+        shared, stage = scratch[0], self._stage(count)
+        first = stage * len(values)
+        if self.cluster > 1:
+            dataclasses.replace(self, values=len(values))._send(scratch, stage, values)
+            self._receive(scratch, stage, count)
+        else:
+            parts = self._of_warpgroup
+            for at, value in enumerate(values):
+                store(shared.at[first + at, parts], value)
+            plgpu.barrier_arrive(scratch[1])
+            plgpu.barrier_wait(scratch[1])
+        layout = columns_layout(1, min(WARP, self.parts))
+        return [load(shared.at[first + at], layout) for at in range(len(values))]
 
-    def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
+
+@dataclasses.dataclass(frozen=True)
+class RowSums(Exchange):
+    """An exchange after which every warp has the sums over all warps, for persistent kernels.
+
+    A persistent kernel exchanges `values` sums in each of its steps: `publish` writes a warpgroup's
+    contributions, and `collect` waits for all contributions and adds them. With a `depth` of 2, a
+    step may be published before the previous step is collected. The number of `stages` is twice the
+    depth. Mosaic's own reduction over the
+    warps of a warpgroup cannot be used. It would cause a race, because all warpgroups of a block
+    would use the same scratch memory.
+
+    Attributes:
+      in_lanes: how the contributions to a sum are added. If False, each thread reads all of them
+        and adds them, which is fast. If True, each thread reads one, and the warp adds them with
+        shuffles, which saves registers.
+    """
+
+    in_lanes: bool = False
+    _is_sum = True
+
+    def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
+        """Write this warpgroup's contributions to the sums of step `k`, for all warps to read.
+
+        Each element of `sums` is a ``(4,)`` array with a value for each warp.
+        """
+        stage = self._stage(k)
+        if self.cluster > 1:
+            self._send(scratch, stage, sums)
+            return
+        shared, barriers = scratch
+        self._store(shared, stage, sums)
+        plgpu.barrier_arrive(self._barrier(barriers, k))
+
+    def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
+        """Wait for all contributions to step `k`, and return their sums.
+
+        All warps add in the same order, so they get identical sums.
+        """
+        k = jnp.int32(k)
+        stage = self._stage(k)
+        if self.cluster > 1:
+            self._receive(scratch, stage, k)
+            return self._totals(scratch[0], stage)
+        shared, barriers = scratch
+        plgpu.barrier_wait(self._barrier(barriers, k))
+        return self._load_sums(shared, stage)
+
+    def _barrier(self, barriers: Ref, k: Any) -> Ref:
+        return barriers.at[lax.rem(k, self.depth)] if self.depth > 1 else barriers
+
+    def _totals(self, slots: Ref, stage: Any) -> list[jax.Array]:
         """Return the sum of each value over the warps of all blocks.
 
-        Call this method only if the field `added` is True. All blocks add in the same order, so
-        they get identical bits.
+        All blocks add in the same order, so they get identical bits.
         """
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())
@@ -349,200 +468,7 @@ class ClusterExchange:
                 distance //= 2
             return [FragmentedArray.splat(s, ()) for s in sums]
 
-        return add(scratch[0], stage)
-
-
-def _tree_sum(values: list[Any]) -> Any:
-    while len(values) > 1:
-        values = [arith.addf(a, b) for a, b in zip(values[::2], values[1::2])]
-    return values[0]
-
-
-# A layout in which every thread loads the entire array, four elements at a time.
-_ALL = plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS,),)),
-    warp_dims=(plgpu.Replicated(WARPS),),
-    lane_dims=(plgpu.Replicated(WARP),),
-    vector_dim=-1,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Exchange of a row's values between the warps of a block, or of all blocks of a cluster.
-
-    Within a block of up to 8 warpgroups, the values go through shared memory. Between the blocks of
-    a cluster, they are sent as messages (`ClusterExchange`).
-
-    Attributes:
-      warpgroups: number of warpgroups (of 4 warps) per block.
-      cluster: number of blocks that share a row; 1 means no cluster.
-      values: maximum number of values that a warp contributes to an exchange.
-      depth: number of exchanges that may be in flight: their values have been written, but not
-        read by all warps.
-    """
-
-    warpgroups: int
-    cluster: int = 1
-    values: int = 1
-    depth: int = 1
-
-    @property
-    def stages(self) -> int:
-        """Number of stages, each of which is memory for the values of one exchange.
-
-        The fastest warp may write exchange ``k + stages - 1`` while the slowest still reads
-        exchange k.
-        """
-        raise NotImplementedError
-
-    @property
-    def parts(self) -> int:
-        """Number of contributions that one block makes to each exchanged value: one per warp."""
-        return WARPS * self.warpgroups
-
-    def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the object that exchanges `values` values between the blocks of a cluster."""
-        return ClusterExchange(self.warpgroups, self.cluster, values, stages=self.stages)
-
-    def scratch(self) -> list[Any]:
-        """Return the shared memory and barriers, in the order of a kernel body's arguments."""
-        if self.cluster > 1:
-            return self.in_cluster(self.values).scratch()
-        shared = plgpu.SMEM((self.stages * self.values, self.parts), jnp.float32)
-        return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
-
-    def open(self, scratch: Sequence[Any]) -> None:
-        """Initialise the barriers of a cluster. A kernel must call this first."""
-        if self.cluster > 1:
-            self.in_cluster(self.values).open(scratch)
-
-    def ready(self) -> None:
-        """Wait until the other blocks of the cluster can receive values.
-
-        A kernel calls this once before it sends values. It calls this late, when the other blocks
-        have probably started, because the wait is shorter then.
-        """
-        if self.cluster > 1:
-            self.in_cluster(self.values).ready()
-
-    def _stage(self, k: Any) -> Any:
-        return lax.rem(jnp.int32(k), self.stages)
-
-    def _receive(self, scratch: Sequence[Any], stage: Any, k: Any, values: int) -> ClusterExchange:
-        """Wait for exchange `k` of a cluster, and return the object that reads its values."""
-        exchange = self.in_cluster(values)
-        exchange.receive(scratch, stage, lax.rem(lax.div(jnp.int32(k), self.stages), 2))
-        return exchange
-
-    @property
-    def _of_warpgroup(self) -> Any:
-        """Slice that selects four columns of a stage, one for each warp of this warpgroup.
-
-        A stage in shared memory has one column for each warp of the block. Each warp stores its
-        values in its own column.
-        """
-        return pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gather(Exchange):
-    """An exchange after which every warp has the values of all warps.
-
-    Attributes:
-      slots: number of stages. A stage is memory for the values of one exchange. With two stages,
-        one warpgroup may already take part in exchange k + 1 while another warpgroup still reads
-        the values of exchange k.
-    """
-
-    slots: int = 1
-
-    @property
-    def stages(self) -> int:
-        """Number of stages, given by `slots`. A stage is memory for the values of one exchange."""
-        return self.slots
-
-    def __call__(
-        self, scratch: Sequence[Any], *values: jax.Array, count: Any = 0
-    ) -> list[jax.Array]:
-        """Exchange values between all warps, and return one array for each argument of `values`.
-
-        Each argument is a ``(4,)`` array with an element for each warp of this warpgroup. The array
-        that is returned for this argument has the elements of all warps of the block or, in a
-        cluster, of all warps of all blocks. Every warp gets all of these elements, in the same
-        order, spread over its lanes. So each warp can reduce the array by itself, without another
-        exchange. `count` is the number of earlier calls in this block.
-        """
-        shared, stage = scratch[0], self._stage(count)
-        first = stage * len(values)
-        if self.cluster > 1:
-            self.in_cluster(len(values)).send(scratch, stage, values)
-            self._receive(scratch, stage, count, len(values))
-        else:
-            parts = self._of_warpgroup
-            for at, value in enumerate(values):
-                store(shared.at[first + at, parts], value)
-            plgpu.barrier_arrive(scratch[1])
-            plgpu.barrier_wait(scratch[1])
-        layout = columns_layout(1, min(WARP, self.parts * self.cluster))
-        return [load(shared.at[first + at], layout) for at in range(len(values))]
-
-
-@dataclasses.dataclass(frozen=True)
-class RowSums(Exchange):
-    """An exchange after which every warp has the sums over all warps, for persistent kernels.
-
-    A persistent kernel exchanges `values` sums in each of its steps: `publish` writes a warpgroup's
-    contributions, and `collect` waits for all contributions and adds them. With a `depth` of 2, a
-    step may be published before the previous step is collected. Mosaic's own reduction over the
-    warps of a warpgroup cannot be used. It would cause a race, because all warpgroups of a block
-    would use the same scratch memory.
-
-    Attributes:
-      in_lanes: how the contributions to a sum are added. If False, each thread reads all of them
-        and adds them, which is fast. If True, each thread reads one, and the warp adds them with
-        shuffles, which saves registers.
-    """
-
-    in_lanes: bool = False
-
-    @property
-    def stages(self) -> int:
-        """Number of stages, twice `depth`. A stage is memory for the values of one exchange."""
-        return 2 * self.depth
-
-    def in_cluster(self, values: int) -> ClusterExchange:
-        """Return the object that exchanges values in a cluster.
-
-        It sends only sums, each over the four warps of a warpgroup.
-        """
-        return dataclasses.replace(super().in_cluster(values), added=True)
-
-    def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
-        """Write this warpgroup's contributions to the sums of step `k`, for all warps to read.
-
-        Each element of `sums` is a ``(4,)`` array with a value for each warp.
-        """
-        stage = self._stage(k)
-        if self.cluster > 1:
-            self.in_cluster(self.values).send(scratch, stage, sums)
-            return
-        shared, barriers = scratch
-        self._store(shared, stage, sums)
-        plgpu.barrier_arrive(self._barrier(barriers, k))
-
-    def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
-        """Wait for all contributions to step `k`, and return their sums.
-
-        All warps add in the same order, so they get identical sums.
-        """
-        k = jnp.int32(k)
-        stage = self._stage(k)
-        if self.cluster > 1:
-            return self._receive(scratch, stage, k, self.values).totals(scratch, stage)
-        shared, barriers = scratch
-        plgpu.barrier_wait(self._barrier(barriers, k))
-        return self._load_sums(shared, stage)
+        return list(add(slots, stage))
 
     # Mosaic's own loads and stores of these values take 90 operations each. A step may have eight
     # of them.
@@ -582,6 +508,3 @@ class RowSums(Exchange):
             return [of_sum.reduce("add", 0) for of_sum in parts]
 
         return list(add(shared, stage))
-
-    def _barrier(self, barriers: Ref, k: Any) -> Ref:
-        return barriers.at[lax.rem(k, self.depth)] if self.depth > 1 else barriers

@@ -1,9 +1,9 @@
 """Tiles of attention heads whose columns are rotated in pairs (RoPE).
 
-A warpgroup has entire rows (heads) in registers. A row has two or three *parts*: the first column
+A warpgroup has entire rows (heads) in registers. A row has two or three fragments: the first column
 of each pair, the second column of each pair, and the columns that are not rotated. Each thread has
-matching columns of the first two parts, so it can rotate its pairs by itself. In memory, r rotated
-columns are arranged in one of two ways::
+matching columns of the first two fragments, so it can rotate its pairs by itself. In memory, r
+rotated columns are arranged in one of two ways::
 
     half            columns 0 ... r/2       columns r/2 ... r       the rest
     interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
@@ -27,38 +27,35 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     columns_layout,
     load,
+    load_arrays,
     load_wide,
     rows_layout,
     widen,
 )
 from jaxnorm_kernels.mosaic.device.registers import (
     join_pairs,
-    load_columns,
     load_each_row,
     split_pairs,
     store_global,
 )
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments
 from jaxnorm_kernels.specs import Shared
-
-#: Rows in registers: a list with one array for each part of the columns. The parts are defined in
-#: the module's docstring.
-Parts = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadTile:
     """Rows (heads) that a warpgroup processes at the same time, each in a few threads of a warp.
 
-    The columns of a head form up to three parts: the first columns of the pairs that are rotated,
-    the second columns of these pairs, and the columns that are not rotated.
+    The columns of a head form up to three fragments: the first columns of the pairs that are
+    rotated, the second columns of these pairs, and the columns that are not rotated.
 
     Attributes:
       cols: number of columns of a head.
       rotated: number of leading columns that are rotated.
       interleaved: True if the columns of a pair are neighbours (see `NormOptions`).
-      vector: number of neighbouring columns per thread in the first part, and also in the second.
-      rest: number of neighbouring columns per thread in the third part, which is not rotated.
+      vector: number of neighbouring columns per thread in each of the first two fragments.
+      rest: number of neighbouring columns per thread in the third fragment, which is not rotated.
       threads: number of neighbouring threads that share a row.
       rows: number of rows of the tile.
     """
@@ -78,9 +75,9 @@ class HeadTile:
 
     @property
     def widths(self) -> list[int]:
-        """Number of columns in each part of a head.
+        """Number of columns in each fragment of a head.
 
-        The parts are the first columns of all pairs, the second columns of all pairs, and the
+        The fragments are the first columns of all pairs, the second columns of all pairs, and the
         columns that are not rotated. If all columns are rotated, the list has only two numbers.
         """
         rest = self.cols - self.rotated
@@ -88,12 +85,12 @@ class HeadTile:
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """Register layout of each part of the columns, for an array of rows."""
+        """Register layout of each fragment, for an array of rows."""
         return [self.rows_layout(v) for v in self._vectors]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """Register layout of each part of the columns, for a ``(cols,)`` operand."""
+        """Register layout of each fragment, for a ``(cols,)`` operand."""
         return [self.columns_layout(v) for v in self._vectors]
 
     @property
@@ -113,50 +110,45 @@ class HeadTile:
         """Register layout of an array with one number per row."""
         return self.rows_layout(self.vector).reduce(1)
 
-    def load(self, ref: Ref, rows: Any) -> Parts:
+    def load(self, ref: Ref, rows: Any) -> Fragments:
         """Load rows of a ``(rows, cols)`` ref.
 
-        Returns a list with one array for each part of the columns (see the class's docstring).
+        Returns a list with one array for each fragment (see the class's docstring).
         """
+        ranges = self._ranges(self.rows_layout)
+        loaded = [load(ref.at[rows, columns], layout) for columns, layout in ranges]
+        return self._split(loaded, self.rows_layout)
 
-        def of(start: int, width: int, layout: Layout) -> jax.Array:
-            return load(ref.at[rows, pl.ds(start, width)], layout)
-
-        return self._parts(of, self.rows_layout)
-
-    def load_shared(self, ref: Ref, at: tuple[Any, int]) -> Parts:
+    def load_shared(self, ref: Ref, at: tuple[Any, int]) -> Fragments:
         """Load the tile's rows from shared memory, in float32.
 
-        Returns a list with one array for each part of the columns (see the class's docstring).
+        Returns a list with one array for each fragment (see the class's docstring).
         The ref has the shape ``(stages, rows, cols)``. `at` is the position of the tile's first row
         in it, a pair (index of the stage, index of the row within the stage).
         """
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)
-            parts = load_wide([ref], half, (self.rows, self.pairs), at, starts)
+            fragments = load_wide([ref], half, (self.rows, self.pairs), at, starts)
             if self.rotated < self.cols:
                 rest, layout = (self.rows, self.cols - self.rotated), self.rows_layout(self.rest)
-                parts += load_wide([ref], layout, rest, at, (self.rotated,))
-            return parts
+                fragments += load_wide([ref], layout, rest, at, (self.rotated,))
+            return fragments
         stage, top = at
         of_tile = ref.at[stage, pl.ds(top, self.rows)]
+        loaded = [
+            load_arrays([of_tile], layout, (self.rows, c.size), starts=(c.start,))[0]
+            for c, layout in self._ranges(self.rows_layout)
+        ]
+        fragments = self._split(loaded, self.rows_layout)
+        return [widen(v, layout) for v, layout in zip(fragments, self.row_layouts)]
 
-        def of(start: int, width: int, layout: Layout) -> jax.Array:
-            return load_columns(of_tile, start, width, layout)
-
-        parts = self._parts(of, self.rows_layout)
-        return [widen(part, layout) for part, layout in zip(parts, self.row_layouts)]
-
-    def load_param(self, ref: Ref) -> Parts:
+    def load_param(self, ref: Ref) -> Fragments:
         """Load a ``(cols,)`` ref that all rows share.
 
-        Returns a list with one array for each part of the columns (see the class's docstring).
+        Returns a list with one array for each fragment (see the class's docstring).
         """
-
-        def of(start: int, width: int, layout: Layout) -> jax.Array:
-            return load(ref.at[pl.ds(start, width)], layout)
-
-        return self._parts(of, self.columns_layout)
+        ranges = self._ranges(self.columns_layout)
+        return self._split([load(ref.at[c], layout) for c, layout in ranges], self.columns_layout)
 
     def expand(self, columns: jax.Array) -> jax.Array:
         """Broadcast columns of a ``(cols,)`` operand to all rows of the tile."""
@@ -182,37 +174,33 @@ class HeadTile:
         size, has_each = shared.segments[-1]
         return not has_each and size % self.rows == 0
 
-    def store(self, ref: Ref, rows: Any, parts: Sequence[jax.Array]) -> None:
+    def store(self, ref: Ref, rows: Any, fragments: Sequence[jax.Array]) -> None:
         """Store rows in `ref`, a ``(rows, cols)`` array in global memory.
 
-        `parts` is a list with one array for each part of the columns (see the class's docstring).
+        `fragments` is a list with one array for each fragment (see the class's docstring).
         The values are rounded to the dtype of `ref`.
         """
+        values = self._join([v.astype(ref.dtype) for v in fragments], self.rows_layout)
+        for (columns, layout), value in zip(self._ranges(self.rows_layout), values):
+            store_global(ref.at[rows, columns], value, layout)
 
-        def to(start: int, value: jax.Array, layout: Layout) -> None:
-            store_global(ref.at[rows, pl.ds(start, value.shape[1])], value, layout)
-
-        self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
-
-    def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
+    def store_param(self, ref: Ref, fragments: Sequence[jax.Array]) -> None:
         """Store an array of columns in `ref`, a ``(cols,)`` array in global memory.
 
-        `parts` is a list with one array for each part of the columns (see the class's docstring).
+        `fragments` is a list with one array for each fragment (see the class's docstring).
         """
+        values = self._join(fragments, self.columns_layout)
+        for (columns, layout), value in zip(self._ranges(self.columns_layout), values):
+            store_global(ref.at[columns], value, layout)
 
-        def to(start: int, value: jax.Array, layout: Layout) -> None:
-            store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
-
-        self._each(to, parts, self.columns_layout)
-
-    def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
+    def sum(self, fragments: Sequence[jax.Array]) -> jax.Array:
         """Return the sum over each row.
 
-        `parts` is a list of arrays. For each row, all elements of all arrays are added. Usually,
-        the list has one array for each part of the columns (see the class's docstring). It may have
-        several arrays per part, in any order.
+        `fragments` is a list of arrays. For each row, all elements of all arrays are added.
+        Usually, the list has one array for each fragment (see the class's docstring). It may have
+        several arrays per fragment, in any order.
         """
-        total, *others = [jnp.sum(part, axis=1) for part in parts]
+        total, *others = [jnp.sum(v, axis=1) for v in fragments]
         for other in others:
             total = total + other
         return total
@@ -220,50 +208,49 @@ class HeadTile:
     def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
         """Broadcast one number per row to the shape of `like`.
 
-        `like` contains one part of the columns, for example the first columns of all pairs.
+        `like` contains one fragment, for example the first columns of all pairs.
         """
         return lax.broadcast_in_dim(stat, like.shape, (0,))
 
-    def _parts(
-        self, load: Callable[[int, int, Layout], jax.Array], of: Callable[[int], Layout]
-    ) -> Parts:
-        pairs, wide = self.pairs, of(2 * self.vector) if self.interleaved else None
-        if wide is not None:
-            parts = split_pairs(load(0, self.rotated, wide), wide, of(self.vector))
-        else:
-            parts = [load(start, pairs, of(self.vector)) for start in (0, pairs)]
+    def _ranges(self, of: Callable[[int], Layout]) -> list[tuple[pl.Slice, Layout]]:
+        """Return the column ranges that are loaded or stored, and their register layouts.
+
+        Interleaved pairs are one range, and other pairs are two. ``of(vector)`` returns the layout
+        with `vector` neighbouring columns per thread.
+        """
+        ranges = [(pl.ds(0, self.rotated), of(2 * self.vector))]
+        if not self.interleaved:
+            half = of(self.vector)
+            ranges = [(pl.ds(start, self.pairs), half) for start in (0, self.pairs)]
         if self.rotated < self.cols:
-            parts.append(load(self.rotated, self.cols - self.rotated, of(self.rest)))
-        return parts
+            ranges.append((pl.ds(self.rotated, self.cols - self.rotated), of(self.rest)))
+        return ranges
 
-    def _each(
-        self,
-        store: Callable[[int, jax.Array, Layout], None],
-        parts: Sequence[jax.Array],
-        of: Callable[[int], Layout],
-    ) -> None:
-        first, second, *rest = parts
-        half = of(self.vector)
-        if self.interleaved:
-            wide = of(2 * self.vector)
-            store(0, join_pairs(first, second, half, wide), wide)
-        else:
-            store(0, first, half)
-            store(self.pairs, second, half)
-        for part in rest:
-            store(self.rotated, part, of(self.rest))
+    def _split(self, ranges: Fragments, of: Callable[[int], Layout]) -> Fragments:
+        """Return the fragments of a row, from the arrays of its `_ranges`."""
+        if not self.interleaved:
+            return ranges
+        pairs, *rest = ranges
+        return [*split_pairs(pairs, of(2 * self.vector), of(self.vector)), *rest]
+
+    def _join(self, fragments: Sequence[jax.Array], of: Callable[[int], Layout]) -> Fragments:
+        """Return the arrays of a row's `_ranges`, from its fragments."""
+        if not self.interleaved:
+            return [*fragments]
+        first, second, *rest = fragments
+        return [join_pairs(first, second, of(self.vector), of(2 * self.vector)), *rest]
 
 
-def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
+def rotated(fragments: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Fragments:
     """Rotate each pair (a, b) by its angle, to (a * cos - b * sin, b * cos + a * sin)."""
-    a, b, *rest = parts
+    a, b, *rest = fragments
     return [a * cos - b * sin, b * cos + a * sin, *rest]
 
 
-def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
+def rotated_back(fragments: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Fragments:
     """Rotate each pair (a, b) back, to (a * cos + b * sin, b * cos - a * sin).
 
     This is the transpose of `rotated`.
     """
-    a, b, *rest = parts
+    a, b, *rest = fragments
     return [a * cos + b * sin, b * cos - a * sin, *rest]

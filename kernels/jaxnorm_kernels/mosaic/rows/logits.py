@@ -58,13 +58,15 @@ def shared_operands(spec: Spec) -> list[Shared | None]:
     the bias; it is left out if there is no bias. An entry is a `Shared`, or None if the spec does
     not describe the broadcast.
     """
-    bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
+    if not spec.is_softmax:
+        return []
+    bias = [spec.softmax.logits_bias_rows] * spec.has("logits_bias")
     return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
-def has_places(spec: Spec) -> bool:
+def depends_on_index(spec: Spec) -> bool:
     """Return True if the result of a row depends on its index in x, not only on its elements."""
-    return spec.softmax.causal or bool(shared_operands(spec))
+    return spec.is_causal or bool(shared_operands(spec))
 
 
 def run_of_rows(spec: Spec) -> int:
@@ -75,7 +77,7 @@ def run_of_rows(spec: Spec) -> int:
     score matrix are queries, and its columns are keys.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
-    return math.gcd(*runs, *[spec.softmax.queries] * spec.softmax.causal)
+    return math.gcd(*runs, *([spec.softmax.queries] if spec.is_causal else []))
 
 
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
@@ -111,7 +113,7 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
     number of threads, until the row has `parts` units or both are minimal. Rows with a mask or a
     bias, and short rows, use `threads` and `vector` unchanged.
     """
-    if not spec.softmax.causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
+    if not spec.is_causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
     least = max(1, _LEAST_LOAD_BYTES // spec.y_dtype.itemsize)
     while threads * vector * parts > spec.cols and (vector > least or threads > 1):
@@ -123,7 +125,7 @@ def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int,
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LogitRows:
     """The rows of x that a block processes, with their mask or bias.
 
     All of these rows belong to one run (see `run_of_rows`).

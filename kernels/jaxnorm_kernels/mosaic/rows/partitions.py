@@ -11,6 +11,7 @@ with the same value.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,53 +19,82 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.device.layouts import (
-    WARPGROUP_THREADS,
     WARPS,
     Layout,
     Ref,
     flat_index,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global
+from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
 
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """A range of columns ``[start, start + width)`` of a row.
+    """A range of columns ``[start, start + width)`` of a row, which is an array in registers.
 
     Attributes:
       start: index of the first column.
       width: number of columns.
+      vector: number of neighbouring columns per thread, if the threads of a warpgroup or of several
+        warpgroups share a row.
       stage_start: position of the first column in shared memory, relative to the partition's start.
-      fresh: index of the first column that this fragment adds to sums. The columns before it are
-        *stale*: another fragment has them, too, and adds them. If `fresh` is None, no column is
-        stale.
+      fresh: None if no column is stale, or a pair of column indices (first, end). This fragment
+        adds the columns from `first` to `end` - 1 to sums. The other columns are *stale*: another
+        fragment contains them, too, and adds them, or they are padding. If `end` is None, it is the
+        end of the fragment, and stale columns are also stored, with the same value.
     """
 
     start: Any
     width: int
+    vector: int = 1
     stage_start: int = 0
-    fresh: Any = None
+    fresh: tuple[Any, Any] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the fragment in registers, if the threads of a warpgroup share the row."""
+        return (WARPS, self.width // WARPS)
+
+    @property
+    def layout(self) -> Layout:
+        """Register layout of the fragment, if the threads of a warpgroup share the row."""
+        return warps_layout(self.vector)
 
     def columns(self) -> Any:
         """Return the slice of these columns, as an index into a row."""
         return pl.ds(self.start, self.width)
 
-    def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout) -> None:
-        """Store the values of these columns in a row of `ref`."""
-        store_global(ref.at[row, self.columns()], value, layout)
+    def has(self, column: jax.Array) -> jax.Array:
+        """Return True if `column` is a column of the fragment."""
+        behind = self.start + self.width
+        return jnp.logical_and(column >= self.start, column < behind)
 
-    def is_stale(self) -> jax.Array | None:
-        """Return a mask of the stale columns, in `warps_layout`, or None if no column is stale.
+    def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout | None = None) -> None:
+        """Store the values of these columns in a row of `ref`; see `fresh`."""
+        layout = layout or self.layout
+        if self.fresh is None or self.fresh[1] is None:
+            store_global(ref.at[row, self.columns()], value, layout)
+        else:
+            store_vectors(ref.at[row], self.start, value, *self.fresh, layout)
 
-        A column is stale if another fragment contains it, too, and adds it to sums. So it must be
-        left out of sums over this fragment.
+    def is_fresh(self, columns: Callable[[], jax.Array] | None = None) -> jax.Array | None:
+        """Return a mask of the elements that are not stale, or None if no element is stale.
+
+        ``columns()`` returns the index of each element's column, relative to the first column.
         """
         if self.fresh is None:
             return None
-        shape, layout = (WARPS, self.width // WARPS), warps_layout(self.width // WARPGROUP_THREADS)
-        column = flat_index(shape, layout)
-        return column < self.fresh - self.start
+        first, end = self.fresh
+        column = flat_index(self.shape, self.layout) if columns is None else columns()
+        mask = column >= first - self.start
+        return mask if end is None else jnp.logical_and(mask, column < end - self.start)
+
+    def skip_stale(
+        self, value: jax.Array, neutral: float, columns: Callable[[], jax.Array] | None = None
+    ) -> jax.Array:
+        """Return `value` with the number `neutral` in stale columns."""
+        is_fresh = self.is_fresh(columns)
+        return value if is_fresh is None else jnp.where(is_fresh, value, jnp.float32(neutral))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +109,14 @@ class Partition:
       cols: number of columns of the row.
       slices: number of partitions of the row, one for each warpgroup that shares it.
       unit: number of columns of a unit.
+      vector: number of neighbouring columns per thread in a unit.
       index: index of this partition.
     """
 
     cols: int
     slices: int
     unit: int
+    vector: int = 1
     index: Any = 0
 
     @functools.cached_property
@@ -121,7 +153,7 @@ class Partition:
 
         The bodies of all partitions are adjacent.
         """
-        return Fragment(self.index * self.body_width, self.body_width)
+        return Fragment(self.index * self.body_width, self.body_width, self.vector)
 
     def tail(self) -> list[Fragment]:
         """Return a list with the tail of this partition, or an empty list if there are no tails.
@@ -134,7 +166,7 @@ class Partition:
         fresh = self.slices * self.body_width + self.index * self.unit
         start = self.cols - self.unit
         start = min(fresh, start) if isinstance(fresh, int) else jnp.minimum(fresh, start)
-        return [Fragment(start, self.unit, self.body_width, fresh)]
+        return [Fragment(start, self.unit, self.vector, self.body_width, (fresh, None))]
 
     def fragments(self) -> list[Fragment]:
         """Return the partition as column ranges: the body, and the tail if there is one."""
@@ -143,4 +175,4 @@ class Partition:
     def cut(self, body: Fragment) -> list[Fragment]:
         """Split a column range into fragments of one unit each. A unit is one vector per thread."""
         starts = range(0, body.width, self.unit)
-        return [Fragment(body.start + at, self.unit, at) for at in starts]
+        return [Fragment(body.start + at, self.unit, self.vector, at) for at in starts]

@@ -25,11 +25,11 @@ from jaxnorm_kernels.mosaic.rows.exchange import (
     announce,
     send,
 )
-from jaxnorm_kernels.mosaic.rows.strips import Stat, Strips
+from jaxnorm_kernels.mosaic.rows.strips import Stat, StripSchedule
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class Partials:
     """Statistics of several parts of a strip's columns, in shared memory.
 
     A part consists of the columns of one warp, or of one block.
@@ -63,7 +63,7 @@ class Parts:
 
 #: A function that merges statistics. Each part of the columns has its own statistics. The function
 #: takes the statistics of all parts, and returns the statistics over all columns.
-Merge = Callable[[Parts], list[Any]]
+Merge = Callable[[Partials], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StripExchange:
       stats: maximum number of statistics in an exchange.
     """
 
-    strips: Strips
+    strips: StripSchedule
     stats: int
 
     @property
@@ -138,8 +138,8 @@ class StripExchange:
         self._barriers.receive(barriers, jnp.int32(0), jnp.int32(0))
         return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
 
-    def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
-        """Return the statistics of all parts of a strip, as a `Parts` object.
+    def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Partials:
+        """Return the statistics of all parts of a strip, as a `Partials` object.
 
         If an entry of `stats` is a number, all parts have this value. The other statistics differ
         between parts, and are read from `slots`, in shared memory.
@@ -149,7 +149,7 @@ class StripExchange:
             stat if isinstance(stat, float) else functools.partial(self._part, slots, next(rows))
             for stat in stats
         ]
-        return Parts(parts, readers)
+        return Partials(parts, readers)
 
     def _part(self, slots: Ref, row: Any, part: Any) -> Stat:
         return load(slots.at[row, part], self.strips.stat_layout)
@@ -157,9 +157,9 @@ class StripExchange:
     def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
         """Send this block's statistics to all blocks of the cluster.
 
-        The threads of the block form groups of `Strips.threads` neighbouring threads. Every group
-        has a complete copy of the strip's statistics. Group i sends its copy to block i of the
-        cluster. If there are more groups than blocks, the remaining groups send nothing.
+        The threads of the block form groups of `StripSchedule.threads` neighbouring threads. Every
+        group has a complete copy of the strip's statistics. Group i sends its copy to block i of
+        the cluster. If there are more groups than blocks, the remaining groups send nothing.
         """
         threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout

@@ -76,7 +76,7 @@ _PARTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Strips:
+class StripSchedule:
     """How an array is split into strips, and a strip into parts (see the module's docstring).
 
     Attributes:
@@ -159,7 +159,8 @@ class Strips:
 
     def partition(self, index: Any = 0) -> Partition:
         """Return a warpgroup's columns, given its index among all warpgroups of the cluster."""
-        return Partition(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
+        unit = WARPS * self.shape[1]
+        return Partition(self.cols, self.cluster * self.warpgroups, unit, index=index)
 
     @property
     def parts(self) -> int:
@@ -230,7 +231,7 @@ class Strip:
         signal its barrier.
     """
 
-    strips: Strips
+    strips: StripSchedule
     outer: Any
     start: Any
     fresh: Any
@@ -239,10 +240,12 @@ class Strip:
     full: Ref
 
     @classmethod
-    def begin(cls, strips: Strips, operands: Sequence[Ref], scratch: Sequence[Any]) -> "Strip":
+    def begin(
+        cls, strips: StripSchedule, operands: Sequence[Ref], scratch: Sequence[Any]
+    ) -> "Strip":
         """Return the block's strip, and start the copies that load it from `operands`.
 
-        `scratch` is the shared memory that `Strips.scratch` requests.
+        `scratch` is the shared memory that `StripSchedule.scratch` requests.
         """
         *stages, full = scratch
         in_plain_order(*stages)
@@ -288,7 +291,7 @@ class Strip:
     def broadcast(self, stat: Stat) -> jax.Array:
         """Repeat a statistic, which has one value per inner element, for each column of a unit.
 
-        A unit consists of one vector per thread. The result has the shape `Strips.shape`.
+        A unit consists of one vector per thread. The result has the shape `StripSchedule.shape`.
         """
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
@@ -297,8 +300,8 @@ class Strip:
         """Load a statistic of the strip's inner elements.
 
         In `ref`, a statistic has one value for each group of inner elements that are normalised
-        together (see `Strips.stats_shape`). The result has one value for each inner element of the
-        strip, so the value of a group is repeated for each of its elements.
+        together (see `StripSchedule.stats_shape`). The result has one value for each inner element
+        of the strip, so the value of a group is repeated for each of its elements.
         """
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
@@ -328,7 +331,7 @@ class Strip:
         """Store a statistic of the strip's inner elements.
 
         In `ref`, it has one value for each group of inner elements that are normalised together
-        (see `Strips.stats_shape`).
+        (see `StripSchedule.stats_shape`).
         """
         if self.strips.group == 1:
             self.store_inner(ref, stat)
@@ -390,7 +393,9 @@ class Strip:
         """
 
         def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
-            new = [self._skip_columns(term, fragment) for term in terms(fragment)]
+            shape, layout = self.strips.shape, self.strips.layout
+            index = functools.partial(flat_index, shape, layout, axes=2)
+            new = [fragment.skip_stale(term, 0, index) for term in terms(fragment)]
             return [a + b for a, b in zip(carry, new, strict=True)]
 
         totals = self._walk(add, [self._all(0)] * count, waits=waits)
@@ -464,7 +469,8 @@ class Strip:
         group = max(1, _VALUES // self.strips.vector)
 
         def nth(k: Any, carry: T) -> T:
-            return step(Fragment(start + (first + k) * unit, unit, (first + k) * unit), carry)
+            at = (first + k) * unit
+            return step(Fragment(start + at, unit, stage_start=at), carry)
 
         def several(i: Any, carry: T) -> T:
             return functools.reduce(lambda c, j: nth(i * group + j, c), range(group), carry)
@@ -477,21 +483,14 @@ class Strip:
             return lax.fori_loop(rest.start, rest.stop, nth, carry)
         return functools.reduce(lambda c, k: nth(k, c), rest, carry)
 
-    def _skip_columns(self, term: jax.Array, fragment: Fragment) -> jax.Array:
-        """Return `term` with 0 in stale columns, because another unit adds their terms."""
-        if fragment.fresh is None:
-            return term
-        column = flat_index(term.shape, self.strips.layout, axes=2)
-        return jnp.where(column < fragment.fresh - fragment.start, jnp.float32(0), term)
-
     def _all(self, value: float) -> jax.Array:
-        """Return an array with the shape of `Strips.shape` whose elements all equal `value`."""
+        """Return an array of shape `StripSchedule.shape` whose elements all equal `value`."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )
 
 
-def group_sum(stat: Stat, start: Any, strips: Strips, scratch: Ref) -> Stat:
+def group_sum(stat: Stat, start: Any, strips: StripSchedule, scratch: Ref) -> Stat:
     """For each inner element of a strip, return the sum of a statistic over the element's group.
 
     Mosaic's layouts do not support groups, so this function handles the elements of each thread one
@@ -505,9 +504,12 @@ def group_sum(stat: Stat, start: Any, strips: Strips, scratch: Ref) -> Stat:
         groups = lax.div(start + flat_index((width,), layout), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
 
-    # Maximum number of groups that overlap a thread's vector. The first and the last of these
-    # groups are counted, too, although the vector may contain only a part of them.
-    count, f32 = (v - 1) // group + 2, ir.F32Type.get
+    # Maximum number of groups that overlap a thread's vector, including groups of which the vector
+    # contains only a part. A vector starts at a multiple of v along the inner axis. So if v divides
+    # the group size, the vector lies in one group, and if the group size divides v, the vector
+    # consists of complete groups.
+    is_even = group % v == 0 or v % group == 0
+    count, f32 = max(1, v // group) if is_even else (v - 1) // group + 2, ir.F32Type.get
 
     @inline(
         reference,

@@ -35,12 +35,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     flat_index,
     load,
+    load_arrays,
     rows_layout,
     store,
     warpgroup_layout,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import load_columns
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
@@ -118,7 +118,7 @@ class Tile:
         default_factory=dict, compare=False
     )
 
-    def placed(self) -> Self:
+    def with_indices(self) -> Self:
         """Return this tile with precomputed column indices."""
         if not self.apart:
             return self  # With only two fragments, there is little to precompute.
@@ -220,7 +220,7 @@ class Tile:
 
     def partition(self, index: Any = 0) -> Partition:
         """Return the columns of a row that warpgroup number `index` processes."""
-        return Partition(self.cols, self._shares, self.unit, index)
+        return Partition(self.cols, self._shares, self.unit, self.vector, index)
 
     def fragments(self) -> list[Fragment]:
         """Return the column ranges (fragments) of a row that this warpgroup processes."""
@@ -291,13 +291,10 @@ class Tile:
         return functools.reduce(by.pairwise, [by.within(v, axis=-1) for v in fresh])
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
-        return [
-            v if p.fresh is None else jnp.where(self._is_fresh(p), v, jnp.float32(neutral))
-            for p, v in zip(self.fragments(), x)
-        ]
+        return [p.skip_stale(v, neutral, self._columns_of(p)) for p, v in zip(self.fragments(), x)]
 
-    def _is_fresh(self, fragment: Fragment) -> jax.Array:
-        return self.columns(self.shape(fragment.width)) >= fragment.fresh - fragment.start
+    def _columns_of(self, fragment: Fragment) -> Callable[[], jax.Array]:
+        return lambda: self.columns(self.shape(fragment.width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,7 +364,10 @@ class RowTile(Tile):
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         (slot,) = slots
-        return [load_columns(slot, p.start, p.width, self.layout) for p in self.fragments()]
+        return [
+            load_arrays([slot], self.layout, self.shape(p.width), starts=(p.start,))[0]
+            for p in self.fragments()
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,8 +420,8 @@ class SplitRow(Tile):
 
     @functools.cached_property
     def exchange(self) -> Gather:
-        slots = 2 if self.slots else min(2, self.exchanges)
-        return Gather(self.warpgroups, self.cluster, slots=slots)
+        stages = 2 if self.slots else min(2, self.exchanges)
+        return Gather(self.warpgroups, self.cluster, stages=stages)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         exchanged = dataclasses.replace(self.exchange, values=stats).scratch()
@@ -470,7 +470,10 @@ class SplitRow(Tile):
         all warps have the same number of columns, otherwise an array with one number per warp.
         """
         body, *tail = self.fragments()
-        return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
+        masks = [p.is_fresh(self._columns_of(p)) for p in tail]
+        return sum(
+            (count_fresh(m, self.layout) for m in masks if m is not None), body.width / WARPS
+        )
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:

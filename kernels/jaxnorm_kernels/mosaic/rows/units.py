@@ -23,94 +23,24 @@ kernel may overwrite its operand.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.layouts import (
-    WARP,
-    WARPGROUP_THREADS,
-    WARPS,
-    Layout,
-    Ref,
-    flat_index,
-    load,
-    warps_layout,
-)
-from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
+from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, load
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
+
+
+def load_units(units: Sequence[Fragment], ref: Ref, row: Any) -> list[jax.Array]:
+    """Load units from a row of a ``(rows, cols)`` ref, in the ref's dtype."""
+    return [load(ref.at[row, unit.columns()], unit.layout, unit.shape) for unit in units]
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
-    """A range of columns of a row that a warpgroup loads at once, `vector` neighbours per thread.
-
-    Attributes:
-      start: index of the first column.
-      vector: number of neighbouring columns per thread.
-      fresh: a pair (first, end) of column indices, or None if no column is stale. This unit stores
-        the columns from `first` to `end` - 1, and adds them to sums. The other columns of the unit
-        are *stale*: another unit contains them, too, or they are padding.
-    """
-
-    start: Any
-    vector: int
-    fresh: tuple[Any, Any] | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape that an array of the unit's elements has in registers."""
-        return (WARPS, WARP * self.vector)
-
-    @property
-    def layout(self) -> Layout:
-        """Register layout of an array of the unit's elements."""
-        return warps_layout(self.vector)
-
-    def has(self, column: jax.Array) -> jax.Array:
-        """Return True if `column` is a column of the unit."""
-        behind = self.start + WARPGROUP_THREADS * self.vector
-        return jnp.logical_and(column >= self.start, column < behind)
-
-    def is_fresh(self) -> jax.Array | None:
-        """Return a mask of the elements that are not stale, or None if no element is stale.
-
-        An element is stale if it is padding, or if another unit also contains it and counts it in
-        sums.
-        """
-        if self.fresh is None:
-            return None
-        first, end = self.fresh
-        columns = flat_index(self.shape, self.layout)  # relative to the first column
-        return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
-
-    def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
-        """Store the unit's columns in a row of `ref`, except for the stale columns.
-
-        A stale column is stored by another unit, or it is padding.
-        """
-        width = WARPGROUP_THREADS * self.vector
-        if self.fresh is None:
-            store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
-        else:
-            store_vectors(ref.at[row], self.start, value, *self.fresh, self.layout)
-
-
-def load_units(units: Sequence[Unit], ref: Ref, row: Any) -> list[jax.Array]:
-    """Load units from a row of a ``(rows, cols)`` ref, in the ref's dtype.
-
-    All units must have the same `vector`.
-    """
-    shape, layout, width = units[0].shape, units[0].layout, math.prod(units[0].shape)
-    return [load(ref.at[row, pl.ds(unit.start, width)], layout, shape) for unit in units]
-
-
-@dataclasses.dataclass(frozen=True)
-class Units:
+class RowFragments:
     """The units of each row of an array (see the module's docstring).
 
     Attributes:
@@ -125,8 +55,8 @@ class Units:
     end: int
 
     @classmethod
-    def of(cls, cols: int, widest: int, end: int | None = None) -> "Units":
-        """Return `Units` for rows of `cols` columns.
+    def of(cls, cols: int, widest: int, end: int | None = None) -> "RowFragments":
+        """Return `RowFragments` for rows of `cols` columns.
 
         A vector has `widest` elements, which must be a power of 2. A unit must fit in the body. If
         it does not, because rows are short, the number of elements of a vector is halved until the
@@ -182,7 +112,7 @@ class Units:
         of_period = lax.rem(jnp.int32(row), self.vector)
         return lax.rem((self.vector - self.cols % self.vector) * of_period, self.vector)
 
-    def unit(self, row: Any, index: Any, *, whole: bool = False) -> Unit:
+    def unit(self, row: Any, index: Any, *, whole: bool = False) -> Fragment:
         """Return unit number `index` of the body of a row.
 
         The body of a row is the part that is loaded in vectors of 16 bytes. A column of a unit is
@@ -194,17 +124,21 @@ class Units:
         first = self.first(row)
         at = index * self.width
         if whole:
-            return Unit(first + at, self.vector)
+            return Fragment(first + at, self.width, self.vector)
         start = first + jnp.minimum(at, self.body - self.width)
-        return Unit(start, self.vector, (first + at, self._fresh(first + self.body)))
+        fresh = (first + at, self._fresh(first + self.body))
+        return Fragment(start, self.width, self.vector, fresh=fresh)
 
-    def edges(self, row: Any) -> list[Unit]:
+    def edges(self, row: Any) -> list[Fragment]:
         """Return the two edges of a row: its first and its last unit. Aligned rows have none."""
         if not self.has_edges:
             return []
         first, last = self.first(row), self.cols - WARPGROUP_THREADS
         behind = (first + self.body, min(self.cols, self.end))
-        return [Unit(0, 1, (0, self._fresh(first))), Unit(last, 1, behind)]
+        return [
+            Fragment(start, WARPGROUP_THREADS, fresh=fresh)
+            for start, fresh in ((0, (0, self._fresh(first))), (last, behind))
+        ]
 
     def _fresh(self, column: Any) -> Any:
         """Return `column`, or `end` if that is smaller."""

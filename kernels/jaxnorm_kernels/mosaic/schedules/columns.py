@@ -26,8 +26,7 @@ def registers(spec: Spec) -> int:
 
 def param_sizes(spec: Spec) -> list[int]:
     """Return the bytes per column of each parameter (scale, bias and others)."""
-    norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
-    return _sizes(*norms, spec.norm.branch_scale_dtype)
+    return _sizes(*map(spec.dtype, ("scale", "bias", "next_scale", "branch_scale")))
 
 
 def param_bytes(spec: Spec) -> int:
@@ -42,7 +41,7 @@ def column_bytes(spec: Spec) -> int:
 
 def data_bytes(spec: Spec) -> int:
     """Return the bytes per column, summed over all arrays that are read or written row by row."""
-    h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
+    h_dtype = spec.dtype("residual") if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 
 
@@ -60,7 +59,7 @@ def full_bias_dtype(spec: Spec) -> np.dtype | None:
 
     Such a bias is loaded together with x.
     """
-    shared = spec.softmax.logits_bias_rows
+    shared = spec.softmax.logits_bias_rows if spec.is_softmax else None
     return None if shared is None or not shared.has_columns else spec.softmax.logits_bias_dtype
 
 

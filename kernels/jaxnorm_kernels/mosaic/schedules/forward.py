@@ -34,7 +34,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.rows.logits import (
     causal_unit,
-    has_places,
+    depends_on_index,
     run_of_rows,
     threads_of_runs,
 )
@@ -61,8 +61,10 @@ _TILES: dict[Kind, type[Tile]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardSchedule:
-    """How a forward pass runs: the kind of tile, and its sizes.
+class TileSchedule:
+    """How a kernel runs that has rows in registers: the kind of tile, and its sizes.
+
+    These are forward passes, and backward passes of softmax.
 
     If the description of an attribute ends with kinds of tile in parentheses, only these kinds use
     the attribute.
@@ -85,6 +87,8 @@ class ForwardSchedule:
         registers in between (pipelined_tile, pipelined_row).
       params_first: True if scale and bias are loaded before the row is reduced. This hides their
         latency, but takes registers.
+      splits: number of blocks (or clusters) that share the work for one row of a bias's gradient,
+        which is a sum over rows of x (`BiasSums`).
     """
 
     kind: Kind
@@ -98,6 +102,7 @@ class ForwardSchedule:
     tail: int = 0
     rereads: bool = False
     params_first: bool = False
+    splits: int = 1
 
     def rows_of(self, spec: Spec) -> Tile:
         """Return the tile: how a block distributes its rows over its threads."""
@@ -106,12 +111,10 @@ class ForwardSchedule:
         sizes = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("kind", "params_first")
+            if field.name not in ("kind", "params_first", "splits")
         }
         norms = len(spec.operation.norms)
-        return _TILES[self.kind](
-            spec.cols, exchanges=norms or 1, apart=spec.softmax.causal, **sizes
-        )
+        return _TILES[self.kind](spec.cols, exchanges=norms or 1, apart=spec.is_causal, **sizes)
 
     @property
     def _rows_of_params(self) -> int:
@@ -171,7 +174,7 @@ class ForwardRule:
             and param_bytes(spec) >= self.params * data_bytes(spec)
             and (self.most_params is None or len(param_sizes(spec)) <= self.most_params)
             and self.op in (None, spec.op)
-            and spec.softmax.causal >= self.causal
+            and spec.is_causal >= self.causal
         )
 
 
@@ -245,7 +248,7 @@ _MOST_OF_GROUP = 2
 _TAIL = 2
 
 
-def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
+def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> TileSchedule:
     """Return the schedule that a rule sets for the call `spec`."""
     dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
     vector = vector_width(spec.cols, *dtypes)
@@ -261,23 +264,23 @@ def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
         case "pipelined_tile":
             return _pipelined_tile(spec, vector, gpu)
         case "warpgroup_row":
-            return ForwardSchedule("warpgroup_row", vector, params_first=True)
+            return TileSchedule("warpgroup_row", vector, params_first=True)
         case "split_row":
             return _split_row(line, spec, vector, gpu)
         case "pipelined_row":
             return _pipelined_row(line, spec, vector, gpu)
 
 
-def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
+def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> TileSchedule:
     threads = _threads(spec.cols, vector)
-    if has_places(spec):
+    if depends_on_index(spec):
         threads, vector = causal_unit(spec, threads, vector, _CAUSAL_PARTS)
         threads, vector = threads_of_runs(spec, threads, vector)
     step = WARPGROUP_THREADS // threads
     row_bytes = spec.cols * column_bytes(spec)
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
-    if spec.groups > 1 or has_places(spec):
+    if spec.groups > 1 or depends_on_index(spec):
         # All rows of a tile must use the same parameters. If the softmax has a mask or a bias, or
         # is causal, the rows must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
@@ -285,7 +288,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     # `rows` is 0 if a group of rows is smaller than any tile. Then a warpgroup processes one row.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return of_line(ForwardRule("warpgroup_row"), spec, gpu)
-    return ForwardSchedule(
+    return TileSchedule(
         "row_tile",
         vector,
         rows=rows or 1,
@@ -308,7 +311,7 @@ def _threads(cols: int, vector: int) -> int:
     return next((n for n in fitting if read[n] <= cols * _MOST_READ), least)
 
 
-def _pipelined_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
+def _pipelined_tile(spec: Spec, vector: int, gpu: Gpu) -> TileSchedule:
     tile = _row_tile(spec, vector, gpu)
     if tile.rows == 1:
         return tile
@@ -319,13 +322,13 @@ def _pipelined_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     return dataclasses.replace(tile, kind="pipelined_tile", slots=tiles, tiles=tiles, tail=tail)
 
 
-def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
+def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> TileSchedule:
     shares = _shares(spec.cols, vector, line.values // registers(spec))
     cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
     warpgroups, cluster = _distribute(shares, line, gpu, cluster)
     values = spec.cols / (cluster * warpgroups * WARPGROUP_THREADS)
     room = _ROOM if warpgroups < _SPLIT_WARPGROUPS else _MANY_WARPGROUPS_ROOM
-    return ForwardSchedule(
+    return TileSchedule(
         "split_row",
         vector,
         cluster=cluster,
@@ -334,7 +337,7 @@ def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardS
     )
 
 
-def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
+def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> TileSchedule:
     params = len(param_sizes(spec))
     values = line.values or _VALUES[params]
     shares = _shares(spec.cols, vector, values // registers(spec))
@@ -352,7 +355,7 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forw
     least = _LEAST_SLOTS if cluster == 1 or alone else _LEAST_SLOTS_OF_CLUSTER
     room = (gpu.smem - _OTHER_SHARED_BYTES) // part_bytes
     slots = min(max(least, _QUEUED_BYTES // part_bytes), tiles, room, _MOST_SLOTS)
-    return ForwardSchedule(
+    return TileSchedule(
         "pipelined_row",
         vector,
         cluster=cluster,
@@ -484,8 +487,8 @@ PLACED = (
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
+def choose(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     """Return the schedule of the first rule that applies, or None if no rule applies."""
-    table = PLACED if has_places(spec) else TABLE
+    table = PLACED if depends_on_index(spec) else TABLE
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)

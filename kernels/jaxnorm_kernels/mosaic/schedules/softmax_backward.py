@@ -7,14 +7,14 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
 )
-from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.logits import (
     causal_unit,
-    has_places,
+    depends_on_index,
     run_of_rows,
     threads_of_runs,
 )
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, full_bias_dtype, row_vector
+from jaxnorm_kernels.mosaic.schedules.forward import Kind, TileSchedule
 from jaxnorm_kernels.specs import Spec
 
 # Pairs (maximum number of columns of a row, number of warpgroups per block). The first pair that a
@@ -55,18 +55,16 @@ _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
 @kept
-def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
+def softmax_schedule(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     """Return the schedule, or None if no kernel supports these rows."""
-    schedule = _placed_tile(spec) if has_places(spec) else _tile(spec)
+    schedule = _placed_tile(spec) if depends_on_index(spec) else _tile(spec)
     schedule = schedule or _wide_rows(spec, gpu)
-    if schedule is None or not has_places(spec):
+    if schedule is None or not depends_on_index(spec):
         return schedule
-    return dataclasses.replace(
-        schedule, splits=_splits(spec, schedule, gpu), apart=spec.softmax.causal
-    )
+    return dataclasses.replace(schedule, splits=_splits(spec, schedule, gpu))
 
 
-def _tile(spec: Spec) -> InRegisters | None:
+def _tile(spec: Spec) -> TileSchedule | None:
     """Return a schedule in which threads of one warp share a row, or None if this is impossible.
 
     It is impossible if rows are too long, or if the array has fewer rows than a tile.
@@ -77,11 +75,11 @@ def _tile(spec: Spec) -> InRegisters | None:
         threads = next(n for n in (WARP, 16, 8, 4, 2, 1) if n <= vectors)
         rows = WARPGROUP_THREADS // threads
         if spec.rows >= rows:
-            return InRegisters(vector, threads=threads, rows=rows)
+            return TileSchedule("row_tile", vector, rows, threads)
     return None
 
 
-def _placed_tile(spec: Spec) -> InRegisters | None:
+def _placed_tile(spec: Spec) -> TileSchedule | None:
     """Return a schedule for short rows of a softmax that has a mask or a bias, or is causal.
 
     For longer rows, None is returned.
@@ -100,15 +98,15 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
     threads, vector = threads_of_runs(spec, threads, vector)
     rows = WARPGROUP_THREADS // threads
     if run_of_rows(spec) % rows == 0:
-        return InRegisters(vector, threads=threads, rows=rows)
+        return TileSchedule("row_tile", vector, rows, threads)
     if spec.cols < WARPGROUP_THREADS:
-        return InRegisters(vector, threads=threads)
+        return TileSchedule("row_tile", vector, threads=threads)
     while WARPGROUP_THREADS * vector > spec.cols:
         vector //= 2
-    return InRegisters(vector)
+    return TileSchedule("warpgroup_row", vector)
 
 
-def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
+def _wide_rows(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     """Return a schedule in which all warpgroups of a block or of a cluster share a row.
 
     Return None if rows are too long.
@@ -117,16 +115,17 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _HELD if full_bias_dtype(spec) is None else _SUMMED:
         if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
-            return InRegisters(vector, warpgroups)
+            kind: Kind = "split_row" if warpgroups > 1 else "warpgroup_row"
+            return TileSchedule(kind, vector, warpgroups=warpgroups)
     for warpgroups in _SPREAD_WARPGROUPS:
         threads = warpgroups * WARPGROUP_THREADS
         cluster = max(2, _power_of_2_from(-(-spec.cols // (threads * _SPREAD_COLUMNS))))
         if cluster in gpu.clusters:
-            return InRegisters(vector, warpgroups, cluster=cluster)
+            return TileSchedule("split_row", vector, warpgroups=warpgroups, cluster=cluster)
     return None
 
 
-def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
+def _splits(spec: Spec, schedule: TileSchedule, gpu: Gpu) -> int:
     """Return the number of blocks (or clusters) that share the work for a row of dbias.
 
     A row of dbias, the gradient of the bias, is the sum over all rows of x that use the same row of

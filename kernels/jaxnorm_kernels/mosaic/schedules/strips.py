@@ -21,7 +21,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPS,
     power_of_2,
 )
-from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.mosaic.rows.strips import StripSchedule
 from jaxnorm_kernels.mosaic.schedules.norm_backward import row_dtypes
 from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Direction, Spec
@@ -97,23 +97,24 @@ _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 _CANNOT: Table = (
     *NO_KERNEL,
     (
-        "its kernels over an axis that is not the last are those of norms without a residual",
+        "only norms without a residual have kernels over an axis that is not the last",
         lambda s: s.op != "norm",
     ),
     (
-        "its kernels over an axis that is not the last take parameters of what lies behind that "
-        "axis, such as GroupNorm's, and no others",
+        "its kernels over an axis that is not the last support only parameters that vary along the "
+        "axes behind it, such as GroupNorm's",
         lambda s: (
             not s.norm.inner_params
             and (s.norm.scale_dtype is not None or s.norm.bias_dtype is not None)
         ),
     ),
     (
-        f"its kernels need {COPY_BYTES} bytes, or a multiple, behind an axis that is not the last",
+        f"the axes behind a normalised axis that is not the last need {COPY_BYTES} bytes, or a "
+        "multiple",
         lambda s: any(s.inner * dtype.itemsize % COPY_BYTES for dtype in _held(s)),
     ),
     (
-        "its kernels hold no columns as many, or as few, as these, or no neighbours as many",
+        "the number of columns, or of adjacent channels of a group, is too large or too small",
         lambda s: strips_of(s) is None,
     ),
 )
@@ -124,13 +125,13 @@ def refusal(spec: Spec) -> str | None:
     return first(_CANNOT, spec)
 
 
-def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
+def strips_of(spec: Spec, gpu: Gpu | None = None) -> StripSchedule | None:
     """Return the strips that the first applicable rule defines, or None if no rule applies."""
     gpu = gpu or local_gpu()
     return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
 
 
-def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
+def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> StripSchedule | None:
     """Return the strips that one rule defines for a call, or None if the rule does not apply."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
@@ -154,7 +155,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     unit = WARPS * WARP // threads  # number of columns that a warpgroup processes at once
     busy = array_bytes // (_WARPGROUP_KIB * _KIB)
     most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
-    strips = Strips(
+    strips = StripSchedule(
         outer,
         cols,
         inner,
@@ -167,7 +168,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     return None if _shared_bytes(strips, spec) - RESERVED_BYTES > gpu.smem else strips
 
 
-def _shared_bytes(strips: Strips, spec: Spec) -> int:
+def _shared_bytes(strips: StripSchedule, spec: Spec) -> int:
     """Return an upper bound of the shared memory that a block needs, in bytes."""
     columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))

@@ -41,12 +41,13 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
+from jaxnorm_kernels.mosaic.loops.bias_sums import BiasSums
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
-from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
-from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
+from jaxnorm_kernels.mosaic.rows.logits import LogitRows, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Tile
 from jaxnorm_kernels.mosaic.schedules.columns import full_bias_dtype
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -121,13 +122,13 @@ class SoftmaxFormula:
 
 
 def softmax_bwd(
-    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: InRegisters | None = None
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: TileSchedule | None = None
 ) -> Operands:
     """Return the gradients of x and of the bias. `schedule` replaces the default schedule."""
     formula = SoftmaxFormula(spec)
     schedule = required(schedule or softmax_schedule(spec), spec)
-    rows = schedule.tile(spec.cols)
-    exchange = RowSums(rows.warpgroups, rows.cluster, formula.row_sums, in_lanes=True)
+    rows = schedule.rows_of(spec)
+    exchange = RowSums(rows.warpgroups, rows.cluster, formula.row_sums, stages=2, in_lanes=True)
     is_split = isinstance(rows, SplitRow)
     dtype, sums = full_bias_dtype(spec), None
     if formula.bias is not None and dtype is not None:
@@ -199,13 +200,13 @@ def _read(
     y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, each tuple also
     contains the mask, which is True for unmasked elements.
     """
-    place = Place(tile, spec, row, mask)
-    loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
+    logits = LogitRows(tile, spec, row, mask)
+    loaded = [logits.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
-    if not place.drops and place.masks:  # masked elements have a finite logit
-        return list(zip(y, d, place.keep()))
-    if place.drops:
-        keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
+    if not logits.drops and logits.masks:  # masked elements have a finite logit
+        return list(zip(y, d, logits.keep()))
+    if logits.drops:
+        keep, nothing = logits.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
         if spec.softmax.causal:  # Elements above the diagonal were not loaded.
             y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
         if spec.reads_mask or not spec.logits.has_mask:

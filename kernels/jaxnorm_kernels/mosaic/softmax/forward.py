@@ -23,23 +23,21 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.each_row import LoadedRow, Steps, each_row
 from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
 from jaxnorm_kernels.mosaic.rows.logits import (
-    Place,
+    LogitRows,
+    depends_on_index,
     each_fragment,
     first_row,
-    has_places,
     scaled_logits,
 )
 from jaxnorm_kernels.mosaic.rows.tiles import SplitRow, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]
 
 
-def softmax_fwd(
-    operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
-) -> Results:
+def softmax_fwd(operands: Operands, spec: Spec, *, schedule: TileSchedule | None = None) -> Results:
     """Run the forward pass of softmax or log_softmax. `schedule` replaces the default schedule."""
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
@@ -64,18 +62,18 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
         def load(x: jax.Array) -> tuple[jax.Array]:
             return (scaled_logits(widen(x, tile.layout), spec),)
 
-        def finish(row: LoadedRow, place: Place | None) -> None:
-            each = each_fragment if place is None else place.each
+        def finish(row: LoadedRow, logits: LogitRows | None) -> None:
+            each = each_fragment if logits is None else logits.each
 
             read = row.read
             highest = read()
             may_be_empty = spec.logits.has_mask and spec.drops_masked
-            if place is not None and may_be_empty:
+            if logits is not None and may_be_empty:
                 # Raise unmasked elements to at least the finite number `numerics.LOWEST`. After
                 # this, a maximum of -inf means that the entire row is masked.
                 highest = [
                     jnp.where(keep, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
-                    for keep, v in zip(place.keep(), highest)
+                    for keep, v in zip(logits.keep(), highest)
                 ]
             top = tile.max(highest)
             part_m = m = jnp.maximum(top, numerics.LOWEST)
@@ -103,33 +101,34 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 # (ranges of columns), which two warps process with different maxima m_p. Rescaled
                 # results could then differ in the last bit.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
-            if place is not None and place.drops:
-                y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
+            if logits is not None and logits.drops:
+                y = [jnp.where(keep, v, dropped) for keep, v in zip(logits.keep(again=True), y)]
             tile.store(y_ref, row.index, y)
 
-        if not has_places(spec):
+        if not depends_on_index(spec):
             each_row(tile, refs.operands, spec.rows, refs.scratch, Steps(load, finish))
             return
         tile.open(refs.scratch)
         x, *rest = refs.operands
-        place = Place(tile, spec, first_row(tile, spec), rest[0] if spec.logits.has_mask else None)
-        z = _load(place, x, *rest[spec.logits.has_mask :])
+        mask = rest[0] if spec.logits.has_mask else None
+        logits = LogitRows(tile, spec, first_row(tile, spec), mask)
+        z = _load(logits, x, *rest[spec.logits.has_mask :])
         tile.ready()
-        finish(LoadedRow(place.row, 0, lambda: [(v,) for v in z]), place)
+        finish(LoadedRow(logits.row, 0, lambda: [(v,) for v in z]), logits)
 
     return body
 
 
-def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
+def _load(logits: LogitRows, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
     """Load z = scale * x + bias, with `SoftmaxOptions.masked_logit` in place of masked elements."""
-    spec, layout = place.spec, place.tile.layout
-    z = [scaled_logits(widen(v, layout), spec) for v in place.load(x)]
+    spec, layout = logits.spec, logits.tile.layout
+    z = [scaled_logits(widen(v, layout), spec) for v in logits.load(x)]
     if bias is not None and spec.softmax.logits_bias_rows is not None:
-        added = place.load_shared(bias, spec.softmax.logits_bias_rows)
+        added = logits.load_shared(bias, spec.softmax.logits_bias_rows)
         z = [v + b for v, b in zip(z, added)]
-    if not place.masks:
+    if not logits.masks:
         return z
-    return [jnp.where(keep, v, spec.softmax.masked_logit) for keep, v in zip(place.keep(), z)]
+    return [jnp.where(keep, v, spec.softmax.masked_logit) for keep, v in zip(logits.keep(), z)]
 
 
 def _merge(part_m: jax.Array, part_s: jax.Array, exp: Exp) -> tuple[jax.Array, jax.Array]:

@@ -1,9 +1,10 @@
-"""Backward passes of softmax, in which rows stay in registers: the schedule, and sums over rows.
+"""The gradient of a softmax's bias: the sum of dz over the rows of x that use a row of the bias.
 
-All inputs of a row are loaded at once, in the same tiles as in the forward pass. A block processes
-one tile of rows and ends. A block that computes the gradient of a bias processes several tiles
-(`BiasSums`). The backward passes of norms, which sum over all rows, are in `pipelined` and
-`narrow_rows`.
+dz is the gradient of the logits. A block processes these rows one after the other, accumulates the
+sum in registers and stores it once. If many rows of x use the same row of the bias, several blocks
+split the work. Each of them stores a float32 sum, and XLA adds the sums of the blocks. If all rows
+of a tile use the same row of the bias, a block stores one sum for each row of the tile, and XLA
+adds them as well.
 """
 
 import dataclasses
@@ -17,19 +18,10 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import BLOCK
-from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref
+from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
-from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, Tile
 from jaxnorm_kernels.specs import Shared
-
-# -------------------------------------------------------------------------------------------------
-# The gradient of a softmax's bias: the sum of dz (the gradient of the logits) over all rows of x
-# that use the same row of the bias.
-#
-# A block processes these rows one after the other, accumulates the sum in registers and stores it
-# once. If many rows of x use the same row of the bias, several blocks split the work. Each of them
-# stores a float32 sum, and XLA adds the sums of the blocks. If all rows of a tile use the same row
-# of the bias, a block stores one sum for each row of the tile, and XLA adds them as well.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,41 +93,3 @@ class BiasSums:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments
         return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
-
-
-@dataclasses.dataclass(frozen=True)
-class InRegisters:
-    """Schedule of the backward pass of softmax.
-
-    Attributes:
-      vector: number of neighbouring elements that one thread loads and stores at once.
-      warpgroups: number of warpgroups (of 128 threads) per block. If there are several, they share
-        one row.
-      threads: number of threads that share a row: at most 32 threads of one warp, or all 128
-        threads of each warpgroup.
-      rows: number of rows per block. It can be above 1 only if the threads of a row are in one
-        warp.
-      cluster: number of blocks that share a row.
-      splits: number of blocks (or clusters) that share the work for one row of a bias's gradient,
-        which is a sum over rows of x (`BiasSums`).
-      apart: True if each unit of a row (one vector per thread) is a separate array in registers,
-        see `Tile`.
-    """
-
-    vector: int
-    warpgroups: int = 1
-    threads: int = WARPGROUP_THREADS
-    rows: int = 1
-    cluster: int = 1
-    splits: int = 1
-    apart: bool = False
-
-    def tile(self, cols: int) -> Tile:
-        """Return the tile: how a block distributes rows of `cols` columns over its threads."""
-        kind: type[Tile] = RowTile
-        if self.warpgroups * self.cluster > 1:
-            kind = SplitRow
-        elif self.threads == WARPGROUP_THREADS and self.rows == 1:
-            kind = WarpgroupRow
-        sizes = self.threads, self.rows, self.warpgroups, self.cluster
-        return kind(cols, self.vector, *sizes, apart=self.apart)

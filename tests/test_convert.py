@@ -1,0 +1,597 @@
+"""Conversion of existing models by `linen.converted`, `nnx.convert` and `equinox.convert`."""
+
+import functools
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from convert_cases import (
+    KEPT,
+    LOST,
+    WIDTH,
+    assert_norm_within_bounds,
+    assert_same,
+    each_library,
+    in_double,
+    message_of,
+    normal,
+)
+from flax import nnx
+from program_error import analyse, assert_analysed, assert_same_results
+from programs import kernels_in
+
+import jaxnorm.equinox
+import jaxnorm.linen
+import jaxnorm.nnx
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+# ------------------------------------------------------------------------- each library: its norms
+
+
+@each_library
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("save", ["output", "input"])
+def test_a_norm(library, name, save):
+    """A converted norm has the parameters of the library's norm, and exact values and gradients."""
+    x, d, options = normal((6, WIDTH)), normal((6, WIDTH), 1), {"save": save}
+    fields = {"epsilon": 1e-3, "scale_init": nn.initializers.normal(1.0)}
+    theirs = library.make(getattr(library.theirs, name), **fields)
+    before, _ = library.functional(theirs)
+    parameters, run = library.functional(theirs, options | {"implementation": "xla"})
+    assert_same(parameters, before)
+    y, vjp = jax.vjp(run, parameters, x)
+    gradients, dx = vjp(d)
+    assert_norm_within_bounds(name, 1e-3, x, d, parameters, y, dx, gradients, save)
+
+
+@each_library
+def test_norms_that_are_left_and_norms_that_keep_their_input(library, caplog):
+    """One line names them, with the reasons."""
+    base = library.theirs.RMSNorm
+
+    class Scaled(base):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    kinds = {
+        "good": ("LayerNorm", {}),
+        "half": ("RMSNorm", LOST | {"param_dtype": jnp.float16}),
+        "lost": ("LayerNorm", LOST),
+        "unbiased": ("LayerNorm", LOST | {"use_bias": False}),
+        "unscaled": ("LayerNorm", {"use_scale": False}),
+    }
+    if library.package == "equinox":
+        kinds["integers"] = "LayerNorm", {"param_dtype": int}
+    else:
+        kinds["half"] = "RMSNorm", {"scale_init": LOST["scale_init"], "dtype": jnp.float16}
+        kinds["instance"] = "RMSNorm", {"reduction_axes": (0, 1)}
+        kinds["whole"] = "LayerNorm", {"dtype": jnp.complex64}
+    norms = {n: library.make(getattr(library.theirs, k), **f) for n, (k, f) in kinds.items()}
+    norms["own"] = library.make(library.ours.RMSNorm, save="input")
+    norms["scaled"] = library.make(Scaled)
+    if library.name == "nnx":
+        norms["synchronised"] = library.make(nnx.LayerNorm, axis_name="batch")
+    norms = dict(sorted(norms.items()))
+    before = {name: type(norm) for name, norm in norms.items()}
+    saves = library.saves(library.model(norms))
+    # These are: good, half, lost, own, unbiased and unscaled.
+    assert saves == ["output", "input", "input", "input", "output", "output"]
+    left = {
+        "equinox": "integers (dtypes int32, int32); ",
+        "nnx": "instance (feature_axes=-1 are not reduction_axes=(0, 1)); ",
+        "linen": "instance (feature_axes=-1 are not reduction_axes=(0, 1)); ",
+    }[library.name]
+    left += f"scaled (Scaled is a subclass of {library.package}'s RMSNorm, with code of its own)"
+    left += {
+        "equinox": "",
+        "nnx": "; synchronised (axis_name='batch'); whole (dtypes complex64, float32)",
+        "linen": "; whole (dtypes float32, float32, complex64)",
+    }[library.name]
+    count, total = left.count(" ("), len(norms) - 1
+    half = "scales too small for float16"
+    if library.package == "equinox":  # its RMSNorm has a bias
+        half = "scales of 0, or far below the bias,"
+    assert message_of(caplog) == (
+        f"jaxnorm.{library.function}: {count} of {total} norms are left to {library.package}: "
+        f'{left}. 2 of {total} norms keep their input, as with save="input": '
+        f"half ({half} in 2 of 16 columns); "
+        "lost (scales of 0, or far below the bias, in 2 of 16 columns). "
+        "To convert such classes, pass calls={Scaled: function}"
+    )
+    if library.name == "nnx":
+        untouched = {"instance", "own", "scaled", "synchronised", "whole"}
+        assert {name for name, norm in norms.items() if type(norm) is before[name]} == untouched
+
+
+@each_library
+def test_input_of_all_norms_asks_no_parameters(library, caplog):
+    model = library.model({"lost": library.make(library.theirs.LayerNorm, **LOST)})
+    assert library.saves(model, save="input") == ["input"]
+    assert not caplog.records
+
+
+@each_library
+def test_a_norm_that_keeps_its_input_has_every_gradient(library):
+    """If a norm has a bias and some of its scales are 0, the converted norm saves its input.
+
+    The gradients of these scales are then correct. If the norm saved its output, these gradients
+    would be 0, and the scales could not be trained.
+    """
+    x, d = normal((6, WIDTH)), normal((6, WIDTH), 1)
+
+    def gradient(norm, options=None):
+        parameters, run = library.functional(norm, options)
+        return jax.grad(lambda p: jnp.sum(run(p, x) * d))(parameters)["scale"]
+
+    made = functools.partial(library.make, **LOST)
+    theirs, kind = (module.LayerNorm for module in (library.theirs, library.ours))
+    assert gradient(made(kind))[1] == 0
+    ours, plain = (lambda: gradient(made(theirs), {})), (lambda: gradient(made(theirs)))
+    assert ours()[1] != 0
+    assert_analysed(ours(), analyse(plain), analyse(ours))
+
+
+@each_library
+def test_a_model_without_norms_is_told(library, caplog):
+    text = {
+        "linen": "no linen.LayerNorm, RMSNorm or GroupNorm was called inside it, only BatchNorm, "
+        "Dense, Sequential",
+        "nnx": "Linear has no nnx.LayerNorm, RMSNorm or GroupNorm",
+        "equinox": "Linear has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm and no GroupNorm",
+    }[library.name]
+    if library.name == "linen":
+        with jaxnorm.linen.converted():
+            model = nn.Sequential([nn.Dense(4), nn.BatchNorm(True)])
+            model.init(jax.random.key(0), normal((6, WIDTH)))
+    elif library.name == "nnx":
+        jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    else:
+        linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+        assert jaxnorm.equinox.convert(linear).weight is linear.weight
+    assert message_of(caplog) == (
+        f"jaxnorm.{library.function}: {text}; norms of other classes can call jaxnorm.layer_norm "
+        "and jaxnorm.rms_norm, by calls={class: function}"
+    )
+
+
+def test_parameters_without_values_are_not_looked_at(caplog):
+    """Abstract and traced parameters have no values."""
+    saved = []
+    for convert, split, merge, make in (
+        (jaxnorm.nnx.convert, nnx.split, nnx.merge, lambda: nnx_lost()),
+        (jaxnorm.equinox.convert, lambda a: (None, a), lambda _, a: a, lambda: eqx_lost()),
+    ):
+        graph, state = split(make())
+        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
+        saved.append(convert(merge(graph, abstract)).save)
+        jax.jit(lambda s: saved.append(convert(merge(graph, s)).save))(state)  # noqa: B023
+    assert saved == ["output"] * 4
+    assert not caplog.records
+    assert jaxnorm.equinox.convert(eqx_lost()).save == "input"
+
+
+def nnx_lost(**fields):
+    return nnx.LayerNorm(WIDTH, **LOST, **fields, rngs=nnx.Rngs(0))
+
+
+def eqx_lost():
+    norm = jax.tree.map(jnp.zeros_like, eqx.nn.LayerNorm(WIDTH))
+    return eqx.tree_at(lambda norm: norm.bias, norm, jnp.ones(WIDTH))
+
+
+@each_library
+@pytest.mark.parametrize("options", [{"save": "both"}, {"implementation": "cudnn"}])
+def test_errors(library, options):
+    ((name, value),) = options.items()
+    function = library.function.partition(".")[2]
+    norm = library.make(library.theirs.LayerNorm)
+    with pytest.raises(ValueError, match=f"{function}: {name}='{value}'; expected one of"):
+        library.saves(library.model({"a": norm}), **options)
+
+
+def test_values_that_are_no_models():
+    message = "model is a LayerNorm; expected an nnx.Module.*linen"
+    with pytest.raises(TypeError, match=message):
+        jaxnorm.nnx.convert(nn.LayerNorm())
+    with pytest.raises(TypeError, match="convert: model is a dict; expected an equinox"):
+        jaxnorm.equinox.convert({"weight": 1.0})
+    message = "converted: params is a list; expected a model's variables"
+    with pytest.raises(TypeError, match=message), jaxnorm.linen.converted(params=[jnp.ones(3)]):
+        pass
+
+
+@each_library
+def test_kernels(library):
+    """A converted model runs kernels.
+
+    The model is traced with abstract arrays, which take no memory. So it can be large enough for
+    kernels to be the default.
+    """
+    x, width = jax.ShapeDtypeStruct((1024, 4096), "float32"), 4096
+
+    def kernels(options):
+        def loss(x):
+            for name in ("LayerNorm", "RMSNorm"):
+                norm = library.make(getattr(library.theirs, name), width)
+                if library.name == "linen":
+                    with library.context(options):
+                        x, _ = norm().init_with_output(jax.random.key(0), x)
+                else:
+                    if options is not None:
+                        norm = library.ours.convert(norm, **options)
+                    x = jax.vmap(norm)(x)
+            return jnp.sum(x)
+
+        return kernels_in(jax.grad(loss), x)
+
+    assert kernels(None) == 0
+    assert kernels({}) == 4
+
+
+# ------------------------------------------------------------------------- each library: its models
+
+
+class LinenModel(nn.Module):
+    """A model of two scanned and rematerialised layers, with a norm at the end."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.RMSNorm(name="after")(nn.Dense(16)(nn.LayerNorm()(x))), None
+
+        block = nn.remat(Layer, prevent_cse=False)
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+        x, _ = nn.scan(block, **options)(name="layers")(x, None)
+        return nn.LayerNorm(scale_init=nn.initializers.normal(1.0))(x)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.before = nnx.LayerNorm(16, rngs=rngs)
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.after = nnx.RMSNorm(16, epsilon=1e-3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.after(self.linear(self.before(x)))
+
+
+class NnxModel(nnx.Module):
+    """A model with norms in every kind of attribute: stacked, in lists, in dicts, and so on."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def stacked(rngs):
+            return Block(rngs)
+
+        self.layers = nnx.List([Block(rngs)])
+        self.heads = nnx.Dict(left=nnx.RMSNorm(16, rngs=rngs))
+        self.plain = nnx.data({"inner": [nnx.LayerNorm(16, use_bias=False, rngs=rngs)]})
+        self.chain = nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), nnx.RMSNorm(16, rngs=rngs))
+        self.shared = self.chain.layers[1]
+        self.stacked = stacked(rngs)
+        self.unused = nnx.MultiHeadAttention(2, 16, normalize_qk=True, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.stacked
+        )
+        return self.chain(self.heads["left"](x)) + self.shared(self.plain["inner"][0](x))
+
+
+class EqxModel(eqx.Module):
+    """A model with a stack of equal layers, after which one norm is applied twice."""
+
+    layers: list
+    last: eqx.nn.LayerNorm
+
+    def __init__(self, key):
+        def layer(key):
+            return [eqx.nn.RMSNorm(16), eqx.nn.Linear(16, 16, key=key)]
+
+        self.layers = eqx.filter_vmap(layer)(jax.random.split(key, 2))
+        self.last = eqx.nn.LayerNorm(16, use_bias=False)
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+        def step(x, arrays):
+            norm, linear = eqx.combine(arrays, static)
+            return x + jnp.tanh(jax.vmap(linear)(jax.vmap(norm)(x))), None
+
+        return jax.vmap(self.last)(jax.lax.scan(step, x, arrays)[0])
+
+
+def linen_model(options):
+    model = LinenModel()
+    variables = model.init(jax.random.key(0), normal((5, WIDTH)))
+
+    def run(variables, x):
+        if options is None:
+            return model.apply(variables, x)
+        with jaxnorm.linen.converted(**options):
+            return model.apply(variables, x)
+
+    return variables, run
+
+
+def nnx_model(options):
+    model = NnxModel(nnx.Rngs(0))
+    model = model if options is None else jaxnorm.nnx.convert(model, **options)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return params, lambda params, x: nnx.merge(graph, params, rest)(x)
+
+
+def eqx_model(options):
+    model = EqxModel(jax.random.key(0))
+    model = model if options is None else jaxnorm.equinox.convert(model, **options)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    return arrays, lambda arrays, x: eqx.combine(arrays, static)(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "norms"),
+    [(linen_model, 3), (nnx_model, 8), (eqx_model, 2)],
+    ids=["linen", "nnx", "equinox"],
+)
+def test_a_model_trains_as_before(make, norms, caplog):
+    """A converted model with scanned layers has the same parameters, results and gradients."""
+    (parameters, plain), (same, converted) = (make(options) for options in (None, {}))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(same), jax.tree.leaves(parameters))
+    leaves, structure = jax.tree.flatten(parameters)
+    leaves = [a + 0.3 * normal(a.shape, i) for i, a in enumerate(leaves)]
+    x = normal((5, WIDTH))
+
+    def results(run, structure):
+        def loss(leaves, x):
+            y = run(jax.tree.unflatten(structure, leaves), x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+
+    ours = results(converted, jax.tree.structure(same))
+    theirs = results(plain, structure)
+    exact = in_double(theirs, leaves, x)
+    reference.assert_as_accurate(ours(leaves, x), theirs(leaves, x), exact)
+    calls = str(jax.make_jaxpr(converted)(same, x))
+    assert len(re.findall(r"jaxnorm\.(?:layer|rms)_norm", calls)) == norms
+    assert not caplog.records
+
+
+# ---------------------------------------------------------------------------------------- nnx alone
+
+
+def norms_of(model):
+    kinds = (nnx.LayerNorm, nnx.RMSNorm)
+    return {p: node for p, node in nnx.iter_graph(model, graph=True) if isinstance(node, kinds)}
+
+
+def test_every_norm_of_an_nnx_model_is_converted(caplog):
+    model = NnxModel(nnx.Rngs(0))
+    before = norms_of(model)
+    paths, leaves = zip(*nnx.to_flat_state(nnx.state(model)))
+    assert jaxnorm.nnx.convert(model, save="input", implementation="xla") is model
+    after = norms_of(jaxnorm.nnx.convert(model))
+    assert len(after) == 9
+    assert before.keys() == after.keys()
+    for path, norm in after.items():
+        assert norm is before[path]
+        assert type(norm).__module__ == "jaxnorm.nnx"
+        assert (norm.save, norm.implementation, norm.scale_offset) == ("input", "xla", 0.0)
+    assert after["layers", 0, "after"].epsilon == 1e-3
+    assert model.shared is model.chain.layers[1]
+    # A checkpoint of either model can be loaded into the other one, because both models have the
+    # same variables at the same paths.
+    new_paths, new_leaves = zip(*nnx.to_flat_state(nnx.state(model)))
+    assert new_paths == paths
+    assert all(a is b for a, b in zip(new_leaves, leaves))
+    trained = NnxModel(nnx.Rngs(0))
+    trained.heads["left"].scale[...] = normal(16)
+    state = nnx.state(model)
+    nnx.replace_by_pure_dict(state, nnx.to_pure_dict(nnx.state(trained)))
+    nnx.update(model, state)
+    np.testing.assert_array_equal(model.heads["left"].scale[...], normal(16))
+    assert not caplog.records
+
+
+def test_an_optimizer_may_be_made_before():
+    """An optimizer that was created before the conversion still works.
+
+    The optimizer refers to the parameters, and the conversion does not change them. Only the
+    results of an earlier `nnx.split` become invalid.
+    """
+    x = normal((3, 5, 16))
+
+    @nnx.jit
+    def step(model, optimizer):
+        gradients = nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
+        optimizer.update(model, gradients)
+
+    def trained(*, convert_first):
+        model = Block(nnx.Rngs(0))
+        if convert_first:
+            jaxnorm.nnx.convert(model)
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        jaxnorm.nnx.convert(model)
+        for _ in range(2):
+            step(model, optimizer)
+        assert isinstance(model.before, jaxnorm.nnx.LayerNorm)
+        return nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(optimizer))
+
+    trees = trained(convert_first=True), trained(convert_first=False)
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    model = Block(nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    jaxnorm.nnx.convert(model)
+    assert type(nnx.merge(graph, state).before) is nnx.LayerNorm
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm"])
+def test_a_converted_nnx_norm_is_one_that_was_made(name):
+    theirs, ours = (
+        getattr(module, name)(32, epsilon=1e-3, rngs=nnx.Rngs(0)) for module in (nnx, jaxnorm.nnx)
+    )
+    scale = theirs.scale
+    norm = jaxnorm.nnx.convert(theirs)
+    assert norm is theirs
+    assert norm.scale is scale
+    if name == "GroupNorm":
+        del ours.activation  # a field of the class in converted norms
+    assert nnx.graphdef(norm) == nnx.graphdef(ours)
+
+
+def test_stacked_norms_that_keep_their_input(caplog):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def stacked(rngs):
+        return nnx.LayerNorm(16, **LOST, rngs=rngs)
+
+    model = [stacked(nnx.Rngs(0)), {"half": nnx_lost(use_bias=False, param_dtype=jnp.float16)}]
+    jaxnorm.nnx.convert(model)
+    assert [model[0].save, model[1]["half"].save] == ["input", "input"]
+    assert message_of(caplog) == (
+        f"jaxnorm.nnx.convert: 2 of 2 {KEPT}0 (scales of 0, or far below the bias, in 6 of 48 "
+        "columns); 1.half (scales too small for float16 in 2 of 16 columns)"
+    )
+
+
+# ------------------------------------------------------------------------------------ equinox alone
+
+
+def test_a_converted_equinox_model(tmp_path):
+    model = jax.tree.map(lambda a: a + normal(a.shape, 1), EqxModel(jax.random.key(0)))
+    converted = jaxnorm.equinox.convert(model)
+    assert type(model.last) is eqx.nn.LayerNorm
+    assert type(converted) is EqxModel
+    assert type(converted.layers[0]) is jaxnorm.equinox.RMSNorm
+    assert type(converted.last) is jaxnorm.equinox.LayerNorm
+    assert (converted.last.save, converted.last.implementation) == ("output", None)
+    assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(model)))
+    # A checkpoint of equinox's model can be loaded into the converted model.
+    paths, others = (jax.tree_util.tree_leaves_with_path(m) for m in (converted, model))
+    assert [path for path, _ in paths] == [path for path, _ in others]
+    eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
+    loaded = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", converted)
+    jax.tree.map(np.testing.assert_array_equal, loaded, converted)
+
+
+def test_where_norms_of_equinox_are_found(caplog):
+    shared = eqx.nn.LayerNorm(4)
+    model = {
+        "a": [eqx.nn.Sequential([eqx.nn.RMSNorm(4), eqx.nn.Lambda(jnp.tanh)])],
+        "b": (shared, shared),
+        "c": jaxnorm.equinox.RMSNorm(4, save="input"),
+        "d": eqx.filter_eval_shape(eqx.nn.LayerNorm, 4),
+    }
+    converted = jaxnorm.equinox.convert(model)
+    assert type(converted["a"][0].layers[0]) is jaxnorm.equinox.RMSNorm
+    assert converted["b"][0] is converted["b"][1]
+    assert type(converted["b"][0]) is jaxnorm.equinox.LayerNorm
+    assert converted["c"] is model["c"]
+    assert isinstance(converted["d"].weight, jax.ShapeDtypeStruct)
+    arrays, others = eqx.partition(model, eqx.is_array)
+    halves = eqx.combine(jaxnorm.equinox.convert(arrays), jaxnorm.equinox.convert(others))
+    assert jax.tree.structure(halves) == jax.tree.structure(converted)
+    assert not caplog.records
+    stacked = eqx.filter_vmap(lambda _: eqx_lost())(jnp.ones(3))
+    jaxnorm.equinox.convert([stacked, [eqx_lost(), eqx_lost()]])
+    every = "scales of 0, or far below the bias, in"
+    assert message_of(caplog) == (
+        f"jaxnorm.equinox.convert: 3 of 3 {KEPT}0 ({every} 48 of 48 columns); "
+        f"*.* ({every} 16 of 16 columns, 2 times)"
+    )
+
+
+# ------------------------------------------------------------------------------------- group norms
+
+
+def saves(function, *arguments):
+    """Return the ``save`` options of a function's norms, in program order."""
+    return re.findall(r"save=(\w+)", str(jax.make_jaxpr(function)(*arguments)))
+
+
+def test_group_norms(caplog):
+    """GroupNorms of linen and nnx are converted as other norms are."""
+    x = normal((3, 5, 4, 12))
+
+    class ConvBlock(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Conv(8, (3, 3))(nn.silu(nn.GroupNorm(4)(x)))
+
+    model = ConvBlock()
+    variables = model.init(jax.random.key(0), x)
+
+    def converted():
+        with jaxnorm.linen.converted():
+            return model.apply(variables, x)
+
+    assert_same_results(converted, lambda: model.apply(variables, x))
+    with jaxnorm.linen.converted():
+        assert_same(model.init(jax.random.key(0), x), variables)
+        assert len(saves(model.apply, variables, x)) == 1
+    assert not caplog.records
+    with jaxnorm.linen.converted():
+        nn.GroupNorm(4, **LOST).init(jax.random.key(0), x)
+    assert KEPT in message_of(caplog)
+
+    class Scaled(nnx.GroupNorm):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    rngs = nnx.Rngs(0)
+    norms = {
+        "lost": nnx.GroupNorm(12, 4, **LOST, rngs=rngs),
+        "named": nnx.GroupNorm(12, 4, axis_name="batch", rngs=rngs),
+        "plain": nnx.GroupNorm(12, 4, epsilon=1e-3, rngs=rngs),
+        "scaled": Scaled(12, 4, rngs=rngs),
+    }
+    plain, expected = norms["plain"], analyse(norms["plain"], x)
+    caplog.clear()
+    jaxnorm.nnx.convert(nnx.Dict(**norms))
+    kinds = [type(norm) for norm in norms.values()]
+    assert kinds == [jaxnorm.nnx.GroupNorm, nnx.GroupNorm, jaxnorm.nnx.GroupNorm, Scaled]
+    assert (plain.save, norms["lost"].save, plain.activation) == ("output", "input", None)
+    assert_analysed(plain(x), expected, analyse(plain, x))
+    left = "named (axis_name='batch'); scaled (Scaled is a subclass of Flax's GroupNorm, "
+    assert f"2 of 4 norms are left to Flax: {left}" in message_of(caplog)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(8,), (8, 5), (8, 3, 4)])
+def test_equinox_s_group_norm(shape, affine):
+    norm = eqx.nn.GroupNorm(4, 8 if affine else None, channelwise_affine=affine)
+    if affine:
+        norm = jax.tree.map(lambda a: a + normal(a.shape, 1), norm)
+    converted = jaxnorm.equinox.convert(norm)
+    assert type(converted) is jaxnorm.equinox.GroupNorm
+    assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(norm)))
+    x, d = normal((3, *shape)), normal((3, *shape), 2)
+
+    def results(norm, x, d):
+        def loss(norm, x):
+            y = jax.vmap(norm)(x)
+            return jnp.sum(y * d), y
+
+        (_, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(norm, x)
+        return jax.tree.leaves((y, gradients))
+
+    ours, theirs = results(converted, x, d), results(norm, x, d)
+    reference.assert_as_accurate(ours, theirs, in_double(results, norm, x, d))
+    assert "jaxnorm.layer_norm" in str(jax.make_jaxpr(converted)(x[0]))
+    y, state = converted(x[0], "state")
+    assert state == "state"
+    assert y.shape == shape
+    with pytest.raises(ValueError, match=r"expected .* channels on its first axis"):
+        converted(jnp.ones((6,)))

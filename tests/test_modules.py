@@ -1,0 +1,600 @@
+"""The norm modules of jaxnorm.linen, nnx and equinox, compared with the libraries' own."""
+
+import dataclasses
+import inspect
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from convert_cases import (
+    EXTRA,
+    LIBRARIES,
+    assert_arguments_and_three_more,
+    assert_norm_within_bounds,
+    assert_same,
+    in_double,
+    normal,
+)
+from flax import nnx
+from program_error import assert_computes, assert_same_results
+from programs import kernels_in
+from programs import names as names_in
+from reference import Norm, assert_within, exact
+
+import jaxnorm.equinox
+import jaxnorm.linen
+import jaxnorm.nnx
+from jaxnorm.tools.plan import calls_in
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+random = nn.initializers.normal(1.0)
+random_init = {"scale_init": random, "bias_init": random}
+SHAPES = {"GroupNorm": (3, 5, 4, 12), "LayerNorm": (4, 5, 16), "RMSNorm": (4, 5, 16)}
+
+
+class Module(NamedTuple):
+    """A norm class of a library."""
+
+    library: Any
+    name: str
+
+    @property
+    def ours(self):
+        return getattr(self.library.ours, self.name)
+
+    @property
+    def theirs(self):
+        return getattr(self.library.theirs, self.name)
+
+    def data(self, dtype="float32", seed=0):
+        return normal(SHAPES[self.name], seed, dtype)
+
+    def made(self, kind, **fields):
+        """Return a norm of jaxnorm's or of the library's class."""
+        if self.name == "GroupNorm":
+            fields = {"num_groups": 4} | fields
+        sizes = {1: 5, (1, 2): 80}
+        width = sizes.get(fields.get("feature_axes"), SHAPES[self.name][-1])
+        return self.library.make(kind, width, **fields)
+
+    def run(self, kind, x=None, **fields):
+        """Return the parameters of such a norm, and a function of them, x and a call's options."""
+        x = self.data() if x is None else x
+        return self.library.functional(self.made(kind, **fields), x=x)
+
+    def both(self, x=None, *, fields=None, **added):
+        """Return parameters, and the functions of ours and theirs. `added` are fields of ours."""
+        fields = fields or {}
+        parameters, ours = self.run(self.ours, x, **fields, **added)
+        expected, theirs = self.run(self.theirs, x, **fields)
+        assert_same(parameters, expected)
+        return parameters, ours, theirs
+
+
+MODULES = {
+    f"{library}-{name}": Module(LIBRARIES[library], name)
+    for library in LIBRARIES
+    for name in SHAPES
+    if (library, name) != ("equinox", "GroupNorm")
+}
+
+
+def each(*libraries, names=tuple(SHAPES)):
+    chosen = {n: m for n, m in MODULES.items() if m.library.name in libraries and m.name in names}
+    return pytest.mark.parametrize("module", chosen.values(), ids=list(chosen))
+
+
+ROWS = ("LayerNorm", "RMSNorm")
+each_module, each_of_flax = each(*LIBRARIES), each("linen", "nnx")
+each_of_rows, each_of_equinox = each("linen", "nnx", names=ROWS), each("equinox")
+each_save = pytest.mark.parametrize("save", ["output", "input"])
+
+
+# Each entry sets some fields of the tested modules. Every field of Flax's modules is set in at
+# least one entry.
+FIELDS = [
+    {},
+    {"epsilon": 1e-2},
+    {"dtype": jnp.bfloat16},
+    {"dtype": jnp.float32},
+    {"param_dtype": jnp.bfloat16},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"use_bias": False, "use_scale": False},
+    {"bias_init": random},
+    {"scale_init": random},
+    {"reduction_axes": 1, "feature_axes": 1},
+    {"reduction_axes": (1, 2), "feature_axes": (1, 2)},
+    {"reduction_axes": (1, 2), "feature_axes": -1},
+    {"axis_name": "batch"},
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # has an effect only together with axis_name
+    {"use_fast_variance": False},
+    {"num_groups": 1},
+    {"num_groups": 12},
+    {"num_groups": None, "group_size": 6},
+    # The next fields exist only in linen's modules, and the last ones only in nnx's.
+    {"reduction_axes": (-1, -2), "feature_axes": (-2, -1), "name": "norm"},
+    {"force_float32_reductions": False},
+    {"promote_dtype": lambda operands, *, dtype: operands},
+    {"scale_metadata": {"note": "gain"}},
+    {"bias_metadata": {"note": "shift"}},
+]
+OF_GROUPS = [
+    {"reduction_axes": (1, 2, -1)},
+    {"reduction_axes": (-3, 2, 3)},
+    # For nnx, these are left out: it repeats parameters along a wrong axis.
+    {"reduction_axes": (2, 3), "name": "norm"},
+    {"reduction_axes": (0, 1, 2, 3), "name": "norm"},
+]
+OF_EQUINOX = {"epsilon", "param_dtype", "use_scale", "use_bias", "scale_init", "bias_init"}
+
+
+def known(module):
+    if module.library.name == "equinox":
+        return OF_EQUINOX
+    if module.library.name == "linen":
+        return {f.name for f in dataclasses.fields(module.theirs)}
+    return {*inspect.signature(module.theirs.__init__).parameters}
+
+
+# Each module is tested with all fields that it has, and each field with all dtypes. Both values of
+# `save` occur with every field, with every dtype, and with every module.
+@pytest.mark.parametrize(
+    ("name", "fields", "dtype", "save"),
+    [
+        pytest.param(
+            *(name, fields, dtype, save),
+            id=f"{name}-{'-'.join(fields) or 'default'}-{j}-{dtype}-{save}",
+        )
+        for i, (name, module) in enumerate(MODULES.items())
+        for j, fields in enumerate(FIELDS + OF_GROUPS * (module.name == "GroupNorm"))
+        if {*fields} <= known(module)
+        for k, dtype in enumerate(["float32", "bfloat16", "float16"])
+        for save in [("output", "input")[(i + j + k) % 2]]
+    ],
+)
+def test_every_field(name, fields, dtype, save):
+    module = MODULES[name]
+    x = module.data(dtype)
+    parameters, ours, theirs = module.both(x, fields=fields, save=save)
+    if "scale_metadata" in fields:
+        assert module.made(module.ours, **fields).scale.get_metadata("note") == "gain"
+    assert_same_results(lambda: ours(parameters, x), lambda: theirs(parameters, x))
+
+
+OF_GRADIENTS = [
+    {"scale_init": random},
+    random_init,
+    {"scale_init": random, "param_dtype": jnp.bfloat16},
+    {"epsilon": 1e-2},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"use_bias": False, "use_scale": False},
+    {"num_groups": 1},
+    {"num_groups": 12},
+    {"num_groups": None, "group_size": 6},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        pytest.param(name, fields, id=f"{name}-{'-'.join(fields)}-{i}")
+        for name, module in MODULES.items()
+        for i, fields in enumerate(OF_GRADIENTS + OF_GROUPS[:1] * (module.name == "GroupNorm"))
+        if {*fields} <= known(module)
+    ],
+)
+@pytest.mark.parametrize(("save", "dtype"), [("output", "float32"), ("input", "bfloat16")])
+def test_gradients(name, fields, save, dtype):
+    module = MODULES[name]
+    x, d = module.data(dtype), module.data(dtype, seed=1)
+    parameters, ours, theirs = module.both(x, fields=fields, save=save)
+
+    def results(run):
+        def both(parameters, x, d):
+            y, vjp = jax.vjp(run, parameters, x)
+            return y, vjp(d.astype(y.dtype))
+
+        return both
+
+    y, (gradients, dx) = found = results(ours)(parameters, x, d)
+    if module.name == "GroupNorm":
+        of_flax, exactly = results(theirs), in_double(results(theirs), parameters, x, d)
+        reference.assert_as_accurate(found, of_flax(parameters, x, d), exactly)
+        return
+    rows = [a.reshape(-1, a.shape[-1]) for a in (x, d, y, dx)]
+    epsilon = fields.get("epsilon", 1e-5 if module.library.name == "equinox" else 1e-6)
+    assert_norm_within_bounds(
+        *(module.name, epsilon, *rows[:2], parameters, *rows[2:], gradients, save)
+    )
+
+
+@each_of_flax
+def test_what_is_left_to_flax(module):
+    """Calls with a mask or a dtype that is not floating-point have exactly Flax's results.
+
+    If the module also has a `scale_offset`, such a call raises an error.
+    """
+    parameters, ours, theirs = module.both()
+    x = module.data()
+    # The nnx modules cast integers to floats and run our code.
+    dtypes = ["complex64", *(["int32"] if module.library.name == "linen" else [])]
+    for a, options in ((x, {"mask": x > 0}), *((x.astype(dtype), {}) for dtype in dtypes)):
+        assert_same(ours(parameters, a, **options), theirs(parameters, a, **options))
+    if module.library.name == "linen":
+        made, expected = (
+            module.made(kind)().init(jax.random.key(1), x, mask=x > 0)
+            for kind in (module.ours, module.theirs)
+        )
+        assert_same(made, expected)
+    elif module.name == "RMSNorm":  # The mask may be positional, as in Flax.
+        results = [module.made(kind)(x, x > 0) for kind in (module.ours, module.theirs)]
+        assert_same(*results)
+    _, offset = module.run(module.ours, scale_offset=1.0)
+    with pytest.raises(ValueError, match=r"Norm: scale_offset=1\.0 in a call that is left to Flax"):
+        offset(parameters, x, mask=x > 0)
+
+
+@each_of_flax
+def test_signatures_are_flax_s_and_jaxnorm_s(module):
+    """Constructors and calls have the same parameters as in Flax, followed by jaxnorm's own.
+
+    So type checkers and editors show correct signatures.
+    """
+    ours, theirs = module.ours, module.theirs
+    is_group = module.name == "GroupNorm"
+    added = EXTRA | ({"activation": None} if is_group else {})
+
+    def call(module):
+        return [(p.name, p.kind) for p in inspect.signature(module.__call__).parameters.values()]
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    assert call(ours) == [*call(theirs), *([] if is_group else [("residual", keyword)])]
+    if module.library.name == "linen":
+
+        def described(module):
+            return {f.name: (f.default, f.init) for f in dataclasses.fields(module)}
+
+        def parameters(module):
+            found = inspect.signature(module).parameters.values()
+            return [(p.name, p.kind, p.default) for p in found]
+
+        assert described(ours) == described(theirs) | {n: (v, True) for n, v in added.items()}
+        positional = [p for p in parameters(theirs) if p[0] not in ("parent", "name")]
+        assert parameters(ours)[: len(positional)] == positional
+        return
+    if not is_group:
+        assert_arguments_and_three_more(ours, theirs)
+    names = [*inspect.signature(theirs.__init__).parameters, *added]
+    assert [*inspect.signature(ours.__init__).parameters] == names
+    with pytest.raises(TypeError, match="rngs"):
+        ours(16)
+
+
+@each_module
+def test_scale_offset(module):
+    """With scale_offset=1, as in Gemma, the normalised x is multiplied by 1 + scale."""
+    x = module.data()
+    parameters, plain = module.run(module.ours)
+    zeros, offset = module.run(module.ours, scale_offset=1.0, scale_init=nn.initializers.zeros)
+    np.testing.assert_array_equal(zeros["scale"], 0)
+    y = offset(zeros, x)
+    assert_computes(y, lambda: plain(parameters, x), like=lambda: offset(zeros, x))
+
+
+@each_of_flax
+def test_parameters_of_flax_load(module):
+    fields = random_init if module.name != "RMSNorm" else {"scale_init": random}
+    trained, theirs = module.run(module.theirs, **fields)
+    empty, ours = module.run(module.ours)
+    x = module.data()
+    if module.library.name == "linen":
+        stored = flax.serialization.to_bytes(trained)
+        loaded = flax.serialization.from_bytes(empty, stored)
+    else:
+        norm = module.made(module.ours)
+        nnx.update(norm, nnx.state(module.made(module.theirs, **fields)))
+        loaded = nnx.to_pure_dict(nnx.state(norm))
+        assert_same(loaded, trained)
+    assert_same_results(lambda: ours(loaded, x), lambda: theirs(trained, x))
+
+
+@each_of_rows
+def test_errors_reach_the_user(module):
+    for fields, message in (
+        ({"save": "both"}, "save='both'; expected one of"),
+        ({"reduction_axes": 3, "feature_axes": 3}, r"Norm: axis=3 is out of range for x with"),
+    ):
+
+        def called(fields=fields):
+            parameters, ours = module.run(module.ours, **fields)
+            ours(parameters, module.data())
+
+        with pytest.raises(ValueError, match=message):
+            called()
+
+
+@each_of_rows
+@each_save
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"dtype": jnp.bfloat16}, {"use_scale": False}, {"reduction_axes": 1, "feature_axes": 1}],
+    ids=lambda f: "-".join(f) or "default",
+)
+def test_residual(module, fields, x_dtype, save):
+    """With a residual, a module returns two results, y and h.
+
+    h is x + residual in the residual's dtype, and y is the result of Flax's norm for h.
+    """
+    x, residual = module.data(x_dtype), jnp.sin(module.data())
+    parameters, ours, theirs = module.both(residual, fields=fields, save=save)
+
+    def plain():
+        h = x + residual
+        return theirs(parameters, h), h
+
+    assert_same_results(lambda: ours(parameters, x, residual=residual), plain)
+
+
+@each_of_rows
+def test_residual_of_a_call_that_is_left_to_flax(module):
+    x = module.data()
+    residual, mask = jnp.sin(module.data("bfloat16")), x > -1
+    parameters, ours, theirs = module.both()
+    y, h = ours(parameters, x, mask=mask, residual=residual)
+    assert h.dtype == residual.dtype
+    assert_same(y, theirs(parameters, h, mask=mask))
+
+
+@each_of_rows
+def test_the_saving_rule_is_used(module):
+    """The arrays that a norm saves have names, so policies can refer to them.
+
+    Calls that run Flax's code have no such names.
+    """
+    x = module.data()
+    parameters, ours, theirs = module.both()
+
+    def names(run, **call):
+        def forward(parameters):
+            return jax.vjp(lambda p: run(p, x, **call), parameters)[0]
+
+        return "jaxnorm_out" in names_in(jax.make_jaxpr(forward)(parameters))
+
+    assert names(ours)
+    assert not names(ours, mask=x > 0)
+    assert not names(theirs)
+
+
+# ------------------------------------------------------------------------------------- group norms
+
+
+@each("linen", "nnx", names=["GroupNorm"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_activation(module, activation):
+    """With `activation=`, the result is that of Flax's module followed by the activation.
+
+    This includes calls for which our module runs Flax's code.
+    """
+    parameters, ours, theirs = module.both(fields=random_init, activation=activation)
+    x, d = module.data(), module.data(seed=1)
+
+    def expected(p, x, **options):
+        return getattr(jax.nn, activation)(theirs(p, x, **options))
+
+    def results(run):
+        def both(p, x, d):
+            y, vjp = jax.vjp(run, p, x)
+            return y, vjp(d)
+
+        return both
+
+    exactly = in_double(results(expected), parameters, x, d)
+    found, of_flax = (results(run)(parameters, x, d) for run in (ours, expected))
+    reference.assert_as_accurate(found, of_flax, exactly)
+    (call,) = calls_in(jax.make_jaxpr(ours)(parameters, x).jaxpr)
+    assert call.spec.norm.activation == activation
+    mask = x > -1
+    assert_same(ours(parameters, x, mask=mask), expected(parameters, x, mask=mask))
+
+
+@each("linen", "nnx", names=["GroupNorm"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_groups": 5}, {"num_groups": 0}, {"group_size": 3}, {"num_groups": None}],
+    ids=str,
+)
+def test_groups_that_flax_refuses(module, fields):
+    """If Flax refuses `num_groups` or `group_size`, our modules raise Flax's own error."""
+    with pytest.raises(ValueError, match=r"^(Number of groups|Either `num_groups`)"):
+        module.run(module.ours, **fields)
+
+
+def test_errors_of_group_norms():
+    norm = jaxnorm.nnx.GroupNorm(12, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^GroupNorm: x has shape \(2, 8\); expected 12 channels"):
+        norm(jnp.ones((2, 8)))
+    x = jnp.ones((2, 8))
+    for options in ({}, {"mask": x > 0}):
+        with pytest.raises(ValueError, match="activation='tanh'; expected one of None, 'silu'"):
+            jaxnorm.linen.GroupNorm(4, activation="tanh").init(jax.random.key(0), x, **options)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_one_kernel_each_way(activation):
+    """GroupNorm of bfloat16 images with channels last runs one kernel per pass."""
+    norm = jaxnorm.linen.GroupNorm(dtype=jnp.bfloat16, activation=activation)
+    x = jax.ShapeDtypeStruct((8, 32, 32, 256), jnp.bfloat16)
+    variables = jax.eval_shape(norm.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        return jnp.sum(jnp.sin(norm.apply(variables, x).astype(jnp.float32)))
+
+    assert kernels_in(jax.grad(loss, (0, 1)), variables, x) == 2
+
+
+# ------------------------------------------------------------------------------- linen or nnx alone
+
+
+def test_bfloat16_input_with_float32_parameters_gives_float32():
+    x = normal((4, 16), dtype="bfloat16")
+    for fields, dtype in (({}, "float32"), ({"dtype": jnp.bfloat16}, "bfloat16")):
+        y, _ = jaxnorm.linen.LayerNorm(**fields).init_with_output(jax.random.key(0), x)
+        assert y.dtype == dtype
+
+
+def test_variance_is_stable_whatever_use_fast_variance_says():
+    rows = 1e4 + normal((20, 16))
+    x = exact(rows)
+    zeros = np.zeros_like(x)
+    expected = Norm(x, 1 + zeros[0], zeros[0], zeros, True, 1e-6, "input", "float32", "float32")
+    for fast in (True, False):
+        norm = jaxnorm.linen.LayerNorm(use_fast_variance=fast)
+        y, _ = norm.init_with_output(jax.random.key(0), rows)
+        assert_within(y, expected.y, expected.y_bound())
+
+
+def test_scan_and_remat_over_layers():
+    class Block(nn.Module):
+        norm: type[nn.Module]
+
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(16)(self.norm()(x)), None
+
+    def model(norm):
+        block = nn.remat(Block, prevent_cse=False)
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(
+            norm
+        )
+
+    x = normal((4, 5, 16))
+    variables = model(nn.LayerNorm).init(jax.random.key(0), x, None)
+
+    def grads(norm):
+        return jax.grad(lambda v: jnp.sum(model(norm).apply(v, x, None)[0] ** 2))(variables)
+
+    assert_same_results(lambda: grads(jaxnorm.linen.LayerNorm), lambda: grads(nn.LayerNorm))
+
+
+@each("nnx", names=ROWS)
+def test_a_wrong_width(module):
+    message = r"32 features on its axes \(2,\); expected 16.*\(32, \.\.\."
+    with pytest.raises(ValueError, match=message):
+        module.made(module.ours)(jnp.ones((4, 5, 32)))
+
+
+def test_parameters_are_cast_to_dtype_first():
+    """As in Flax, dtype=bfloat16 rounds the float32 x before its statistics are computed."""
+    x, rngs = 100 + normal((4, 5, 16)), nnx.Rngs(0)
+    options = {"dtype": jnp.bfloat16, "use_fast_variance": False, "rngs": rngs}
+    ours, theirs = (module.LayerNorm(16, **options) for module in (jaxnorm.nnx, nnx))
+    rounded = x.astype(jnp.bfloat16)
+    assert_same(ours(x), ours(rounded))
+    assert_same_results(lambda: ours(rounded), lambda: theirs(rounded))
+    # bfloat16's spacing near 100 is half the standard deviation of x.
+    assert np.abs(ours(x) - jaxnorm.nnx.LayerNorm(16, rngs=rngs)(x)).max() > 0.1
+
+
+def test_nnx_modules_in_functions():
+    """A parameter is an array to jaxnorm's functions, and a module an argument of nnx.jit."""
+    x, norm = normal((4, 16)), nnx.RMSNorm(16, rngs=nnx.Rngs(0))
+    y = jaxnorm.rms_norm(x, norm.scale)
+    assert_computes(y, norm, x, like=lambda x: jaxnorm.rms_norm(x, norm.scale))
+    ours = jaxnorm.nnx.convert(norm)
+    assert_computes(nnx.jit(lambda m, x: m(x))(ours, x), ours, x)
+
+
+# ------------------------------------------------------------------------------------------ equinox
+
+
+@each_of_equinox
+@pytest.mark.parametrize("shape", [(), (3, 4), (0,)])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_shapes_and_dtypes_are_equinox_s(module, shape, dtype):
+    x = (9 * normal(shape)).astype(dtype)
+    ours, theirs = module.ours(shape), module.theirs(shape)
+    y, expected = ours(x), theirs(x)
+    assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
+    assert_computes(y, theirs, x, like=ours)
+
+
+@each_of_equinox
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # equinox's own warning
+def test_numpy_s_float64_becomes_jax_s_float(module):
+    x = np.random.default_rng(0).normal(size=16)
+    ours, theirs = module.ours(16), module.theirs(16)
+    assert ours(x).dtype == theirs(x).dtype
+    x32 = x.astype(np.float32)
+    assert_computes(ours(x), theirs, x32, like=ours)
+
+
+@each_of_equinox
+def test_calls_and_arguments_are_equinox_s(module):
+    state = object()
+    y, same = module.ours(4)(jnp.ones(4), state, key=jax.random.key(0))
+    assert same is state
+    assert y.shape == (4,)
+    assert_arguments_and_three_more(module.ours, module.theirs)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_a_group_norm_that_is_left_to_equinox(dtype):
+    """If x has no supported float dtype, GroupNorm runs equinox's own code."""
+    x = (9 * normal((8, 3))).astype(dtype)
+    ours, theirs = (
+        jax.tree.map(lambda a: a + normal(a.shape, 1, a.dtype), kind(4, 8))
+        for kind in (jaxnorm.equinox.GroupNorm, eqx.nn.GroupNorm)
+    )
+    y, expected = ours(x), theirs(x)
+    assert y.dtype == expected.dtype
+    assert np.any(expected)
+    np.testing.assert_array_equal(y, expected)
+    with pytest.raises(
+        ValueError, match=r"^GroupNorm: scale_offset=1\.0 with an x of shape \(8, 3"
+    ):
+        jaxnorm.equinox.GroupNorm(4, 8, scale_offset=1.0)(x)
+
+
+@each_of_equinox
+def test_errors_of_equinox_modules(module):
+    with pytest.raises(ValueError, match=r"Norm: x has shape \(2, 4\); expected \(4,\).*jax\.vmap"):
+        module.ours(4)(jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="save='both'; expected one of"):
+        module.ours(4, save="both")(jnp.ones(4))
+    offset = module.ours(16, scale_offset=1.0)
+    with pytest.raises(ValueError, match=r"scale_offset=1\.0 with an x of shape \(16,\) and dtype"):
+        offset(jnp.ones(16, int))
+
+
+@each_of_equinox
+def test_one_kernel_each_way_over_all_rows(module):
+    x = jax.ShapeDtypeStruct((8, 128, 4096), "bfloat16")
+    norm = eqx.filter_eval_shape(module.ours, 4096)
+
+    def loss(norm, x):
+        return jnp.sum(jax.vmap(jax.vmap(norm))(x).astype("float32"))
+
+    assert kernels_in(jax.grad(loss, (0, 1)), norm, x) == 2
+
+
+@each_of_equinox
+@pytest.mark.parametrize(
+    "fields", [f for f in FIELDS if {*f} <= OF_EQUINOX], ids=lambda f: "-".join(f) or "default"
+)
+def test_a_converted_norm_is_one_that_was_made(module, fields):
+    norm = module.library.make(module.theirs, (3, 4), **fields)
+    converted = jaxnorm.equinox.convert(norm, save="input", implementation="xla")
+    options = {"save": "input", "implementation": "xla"}
+    made = module.library.make(module.ours, (3, 4), **fields, **options)
+    assert jax.tree.structure(converted) == jax.tree.structure(made)
+    assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(norm)))
