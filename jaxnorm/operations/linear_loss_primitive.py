@@ -40,6 +40,7 @@ class LossRules(Rules[LinearLossCall]):
     """The JAX rules of the linear losses."""
 
     static = "head"
+    plain_jax = on_shard = staticmethod(linear_loss_chunks.run)
 
     def check_vma(self, head: LinearLossCall) -> bool:
         # The equations of a traced function do not say over which mesh axes arrays vary.
@@ -67,12 +68,6 @@ class LossRules(Rules[LinearLossCall]):
             shape = (*x.shape[:axes], *own)
             types.append(sharding.type_like(x, mesh, shape, of_rows[name].dtype, split))
         return types
-
-    def plain_jax(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays)
-
-    def on_shard(self, head: LinearLossCall, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays, **layout)
 
     def differentiated(self, head: LinearLossCall, *arrays: Any, **layout: Any) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)

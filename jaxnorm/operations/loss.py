@@ -208,19 +208,36 @@ def checked_call(
     whose = "the positions'" if is_divergence else "labels'"
     scale = scales.of_logits(function, logits_scale, view.shape_of("stat"), wide, of=whose)
     mask, weights = masks(function, where, view, wide, whose, takes_classes=takes_classes)
+    checks.implementation(function, implementation)
+    given = options.label_smoothing
+    smoothing = checks.number(function, "label_smoothing", given, minimum=0, maximum=1)
+    if smoothing and mask is not None:
+        raise ValueError(
+            f"{function}: label_smoothing={given!r} with a mask of classes (where has as "
+            "many axes as logits), for which smoothed targets are not defined; expected 0, or "
+            "a mask of positions with the axes of labels; leave one of both out"
+        )
     options = dataclasses.replace(
         options,
+        has_mask=mask is not None,
+        has_positions=weights is not None,
+        label_smoothing=smoothing,
+        z_loss=checks.number(function, "z_loss", options.z_loss, minimum=0),
         logits_scale=scale.number,
         has_scale=scale.array is not None,
-        has_positions=weights is not None,
+        logit_softcap=softcap(function, options.logit_softcap),
+        teacher_softcap=softcap(function, options.teacher_softcap, "teacher_logit_softcap"),
+        reverse=checks.flag(function, "reverse", options.reverse),
     )
-    of_mask = None if mask is None else mask.shape
-    call = loss_call(
-        function, options, view.shape, dtype, view.axes, of_mask, implementation, candidates, of
-    )
+    of_mask = () if mask is None else mask.shape
+    of_candidates = () if candidates is None else (candidates,)
+    view = RowView.of(view.shape, view.axes, mask=of_mask, candidates=of_candidates)
+    op = FUNCTIONS[of or function].op if candidates is None else FUNCTIONS[of or function].several
+    call = Call.forward(function, op, view, (dtype, wide), options, implementation)
+    _check_numbers(function, call.spec.compute_dtype, options)
     positions = None if weights is None else counted(weights)
     operands |= {"mask": mask, "positions": positions, "logits_scale": scale.array}
-    return call, operands, weights
+    return call.replaced(primitives=of), operands, weights
 
 
 def checked_labels(
@@ -246,59 +263,6 @@ def checked_labels(
     also = f", or {expected} and an axis of several labels" if may_be_several else ""
     checks.same_shape(function, "labels", labels.shape, expected, f"{why}{also}")
     return labels, None
-
-
-def loss_call(
-    function: str,
-    options: LossOptions,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    axis: Axis,
-    mask: tuple[int, ...] | None,
-    implementation: Name | None,
-    candidates: int | None = None,
-    of: Function | None = None,
-) -> Call:
-    """Check the options of a loss or a divergence of logits, and return its forward call.
-
-    Args:
-      function: name of the public function.
-      options: the static arguments of the public function, as the user passed them. The field
-        `has_mask` is added here.
-      shape, dtype: shape and dtype of the logits.
-      axis: the axis or axes of the classes.
-      mask: shape of the mask of classes, or None.
-      implementation: name of the implementation that the user requested, or None.
-      candidates: number of labels of each position if labels have an additional axis for them. None
-        if labels have no such axis, so that each position has one label.
-      of: name of the public function of logits, if `function` is a linear loss; else None.
-    """
-    axes = checks.axes(function, axis, shape, of="logits")
-    of_candidates = () if candidates is None else (candidates,)
-    view = RowView.of(shape, axes, mask=mask or (), candidates=of_candidates)
-    checks.implementation(function, implementation)
-    given = options.label_smoothing
-    smoothing = checks.number(function, "label_smoothing", given, minimum=0, maximum=1)
-    if smoothing and mask is not None:
-        raise ValueError(
-            f"{function}: label_smoothing={given!r} with a mask of classes (where has as "
-            "many axes as logits), for which smoothed targets are not defined; expected 0, or "
-            "a mask of positions with the axes of labels; leave one of both out"
-        )
-    op = FUNCTIONS[of or function].op if candidates is None else FUNCTIONS[of or function].several
-    options = dataclasses.replace(
-        options,
-        has_mask=mask is not None,
-        label_smoothing=smoothing,
-        z_loss=checks.number(function, "z_loss", options.z_loss, minimum=0),
-        logit_softcap=softcap(function, options.logit_softcap),
-        teacher_softcap=softcap(function, options.teacher_softcap, "teacher_logit_softcap"),
-        reverse=checks.flag(function, "reverse", options.reverse),
-    )
-    dtypes = dtype, checks.arithmetic_dtype(dtype, options.teacher_dtype or dtype)
-    call = Call.forward(function, op, view, dtypes, options, implementation)
-    _check_numbers(function, call.spec.compute_dtype, options)
-    return call.replaced(primitives=of)
 
 
 def _check_numbers(function: str, dtype: np.dtype, options: LossOptions) -> None:

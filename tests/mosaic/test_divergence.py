@@ -24,7 +24,8 @@ from test_kl_divergence import (
 from test_losses_mosaic import LossSchedule, check_linear_in_one_kernel
 
 import jaxnorm
-from jaxnorm.operations.loss import loss_call
+from jaxnorm.calls.rows import RowView
+from jaxnorm.operations.loss import checked_call
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import choose_both
@@ -41,12 +42,15 @@ DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "
 
 def specs_of(rows, cols, dtype, teacher_dtype, *, has_positions=False, padding=0, **options):
     """Return two specs: of the forward, which also returns statistics, and of the backward."""
-    options = LossOptions(
-        has_positions=has_positions, teacher_dtype=np.dtype(teacher_dtype), **options
+    of_teacher = LossOptions(teacher_dtype=np.dtype(teacher_dtype))
+    view = RowView.of((rows, cols + padding), (1,))
+    call, *_ = checked_call(
+        *("kl_divergence", of_teacher, view, np.dtype(dtype)),
+        where=None,
+        logits_scale=1.0,
+        implementation=None,
     )
-    shape = rows, cols + padding
-    call = loss_call("kl_divergence", options, shape, np.dtype(dtype), -1, None, None).with_stats()
-    call = call.replaced(padding=padding)
+    call = call.with_stats().replaced(padding=padding, has_positions=has_positions, **options)
     return [c.as_seen_by("mosaic") for c in (call, call.backward(("x",), ("y",)))]
 
 
