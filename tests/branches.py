@@ -126,7 +126,7 @@ def main() -> None:
     print(_summary())
 
 
-# The import of this module is before that of the library, so that all of its code is recorded.
+# `conftest` imports this module before the library, so that all of the library's code is recorded.
 start()
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from functions import (
     plain_call_of,
     public_functions,
 )
-from program_error import assert_computes
 from programs import primitives
 
 import jaxnorm
@@ -204,17 +203,6 @@ def test_a_traced_argument_meets_no_jit():
         (lambda mask: jaxnorm.softmax(x, where=mask), x > 0),
     ):
         assert "jit" not in primitives(jax.make_jaxpr(function)(operand))
-
-
-def test_without_jit():
-    x, scale = jnp.arange(12.0).reshape(3, 4), jnp.ones(4)
-
-    def both(x, scale):
-        return jaxnorm.rms_norm(x, scale), jax.grad(lambda x: jaxnorm.softmax(x)[0, 0])(x)
-
-    with jax.disable_jit():
-        results = both(x, scale)
-    assert_computes(results, both, x, scale)
 
 
 @pytest.mark.oldest_jax
