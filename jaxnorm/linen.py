@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
-from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, Name, NormActivation, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
 __all__ = [
     "GroupNorm",
@@ -140,7 +140,7 @@ class GroupNorm(_Settings, nn.GroupNorm):
       ((2, 16, 16, 64), (64,))
     """
 
-    activation: NormActivation | None = None
+    activation: Activation | None = None
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
@@ -188,7 +188,7 @@ class RMSNormDense(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
     scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
-    activation: LinearActivation | None = None
+    activation: Activation | None = None
     implementation: Name | None = None
     scale_offset: float = 0.0
 

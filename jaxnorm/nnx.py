@@ -22,7 +22,7 @@ from jaxnorm.models import conversion
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
-from jaxnorm_kernels.specs import LinearActivation, Name, NormActivation, Save
+from jaxnorm_kernels.specs import Activation, Name, Save
 
 __all__ = [
     "GroupNorm",
@@ -191,7 +191,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
     """
 
     # `convert` does not set this attribute, so converted modules use this value.
-    activation: NormActivation | None = None
+    activation: Activation | None = None
 
     @conversion.arguments_of(nnx.GroupNorm, _Norm.__init__)
     def __init__(
@@ -200,7 +200,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
         num_groups: int | None = 32,
         group_size: int | None = None,
         *,
-        activation: NormActivation | None = None,
+        activation: Activation | None = None,
         **fields: Unpack[_NormFields],
     ) -> None:
         super().__init__(num_features, num_groups, group_size, **fields)
@@ -264,7 +264,7 @@ class RMSNormDense(nnx.Module):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
-        activation: LinearActivation | None = None,
+        activation: Activation | None = None,
         implementation: Name | None = None,
         scale_offset: float = 0.0,
     ) -> None:

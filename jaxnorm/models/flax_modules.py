@@ -16,7 +16,7 @@ from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.operations.norm_linear import rms_norm_linear
-from jaxnorm_kernels.specs import FLOAT_DTYPES, LinearActivation, NormActivation
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
 if importlib.util.find_spec("flax") is None:
     raise ImportError(
@@ -142,7 +142,7 @@ def norm_and_dense(
     parameters: Mapping[str, Any],
     x: Any,
     residual: Any,
-    activation: LinearActivation | None,
+    activation: Activation | None,
     dtype: Any,
 ) -> Any:
     """Run RMSNormDense. Return y or, with a residual, (y, h).
@@ -183,5 +183,5 @@ def by_flax(module: Any, norm: Callable[[Any], Any], x: Any, residual: Any = Non
         h = (jnp.asarray(x) + residual).astype(jnp.result_type(residual))
         return norm(h), h
     y, activation = norm(x), getattr(module, "activation", None)
-    checks.one_of(name, "activation", activation, (None, *get_args(NormActivation)))
+    checks.one_of(name, "activation", activation, (None, *get_args(Activation)))
     return y if activation is None else getattr(jax.nn, activation)(y)

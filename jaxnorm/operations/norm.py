@@ -14,7 +14,7 @@ from jaxnorm.operations import checks
 from jaxnorm.operations.checks import ArrayLike, Axis, DTypeLike
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
-from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save
+from jaxnorm_kernels.specs import Activation, Name, NormOptions, Save
 
 # Maps the name of an operand in the table of operations to the name of the public argument, which
 # errors use. Operands that are not listed have the same name in both places.
@@ -43,9 +43,8 @@ def norm_call(
         the parameters, and the residual or the gate.
       axis, dtype, implementation: the public function's arguments.
     """
-    activations = Activation if function == _GATED else NormActivation
     none = () if function == _GATED else (None,)
-    checks.one_of(function, "activation", options.activation, (*none, *get_args(activations)))
+    checks.one_of(function, "activation", options.activation, (*none, *get_args(Activation)))
     axes = checks.axes(function, axis, x.shape)
     view = RowView.of(x.shape, axes)
     shapes = {name: a.shape for name, a in given.items() if OPERANDS[name] in PARAMETERS}
@@ -135,7 +134,7 @@ def layer_norm(
     dtype: DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
-    activation: NormActivation | None = None,
+    activation: Activation | None = None,
 ) -> jax.Array:
     r"""Layer normalisation (Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450).
 
@@ -234,7 +233,7 @@ def rms_norm(
     save: Save = "output",
     implementation: Name | None = None,
     bias: ArrayLike | None = None,
-    activation: NormActivation | None = None,
+    activation: Activation | None = None,
 ) -> jax.Array:
     r"""Root-mean-square normalisation (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 

@@ -30,7 +30,7 @@ from jaxnorm.operations.checks import ArrayLike, DTypeLike
 from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, remat, row_operations, rules
 from jaxnorm_kernels import launching
-from jaxnorm_kernels.specs import LinearActivation, Name, NormOptions
+from jaxnorm_kernels.specs import Activation, Name, NormOptions
 
 NAME = "rms_norm_linear"
 
@@ -53,7 +53,7 @@ class _Linear(NamedTuple):
     dtype: np.dtype
     wide: np.dtype
     y_dtype: np.dtype
-    activation: LinearActivation | None
+    activation: Activation | None
     precision: str | None
 
 
@@ -65,7 +65,7 @@ def rms_norm_linear(
     *,
     bias: ArrayLike | None = None,
     residual: None = None,
-    activation: LinearActivation | None = None,
+    activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     dtype: DTypeLike | None = None,
@@ -81,7 +81,7 @@ def rms_norm_linear(
     *,
     bias: ArrayLike | None = None,
     residual: ArrayLike,
-    activation: LinearActivation | None = None,
+    activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     dtype: DTypeLike | None = None,
@@ -97,7 +97,7 @@ def rms_norm_linear(
     *,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
-    activation: LinearActivation | None = None,
+    activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     dtype: DTypeLike | None = None,
@@ -203,7 +203,7 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
 def _call_of(
     x: jax.Array,
     others: dict[str, jax.Array],
-    activation: LinearActivation | None,
+    activation: Activation | None,
     epsilon: float,
     scale_offset: float,
     dtype: DTypeLike | None,

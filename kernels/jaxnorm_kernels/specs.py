@@ -13,8 +13,6 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
-LinearActivation = Activation
-NormActivation = Activation
 Name = Literal["xla", "mosaic", "triton"]
 
 #: Names of the float dtypes that every function supports.

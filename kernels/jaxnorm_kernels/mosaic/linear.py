@@ -56,7 +56,7 @@ from jaxnorm_kernels.mosaic.device.launch import (
 )
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.norm.elementwise import ACTIVATIONS
-from jaxnorm_kernels.specs import LinearActivation
+from jaxnorm_kernels.specs import Activation
 
 # -------------------------------------------------------------------------------------------------
 # The schedule: sizes of the tiles of y, and of the buffers of a block.
@@ -199,7 +199,7 @@ def rms_norm_linear_fwd(
     dtype: np.dtype,
     epsilon: float,
     scale_offset: float = 0.0,
-    activation: LinearActivation | None = None,
+    activation: Activation | None = None,
     schedule: ProductSchedule | None = None,
 ) -> jax.Array:
     """Return ``activation(rms_norm(x) @ weight + bias)`` in `dtype`.
@@ -314,7 +314,7 @@ class _ProductKernel:
 
     sizes: tuple[int, int, int]
     epsilon: float
-    activation: LinearActivation | None
+    activation: Activation | None
     schedule: ProductSchedule
     arrays: dict[str, Ref]
     shared: dict[str, Any]
