@@ -281,8 +281,9 @@ class RowView:
         than the number of rows of x, several rows of x use the same row of the mask or bias. The
         method `shared` returns the map from rows of x to rows of the mask or bias.
 
-        If `strided` is True, arrays become ``(outer, cols, inner)`` instead, and a parameter that
-        varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
+        If `strided` is True, an array of x's shape becomes ``(outer, cols, inner)`` instead, and a
+        parameter that varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
+        Statistics and labels have the same shape as without `strided`.
         """
         match kind:
             case "stat" | "label":

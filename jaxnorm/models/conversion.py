@@ -334,7 +334,7 @@ def _empty_subclass(base: type) -> type:
 def identity(function: Any) -> Any:
     """Return a hashable value that is equal for functions with the same code and the same data.
 
-    So a lambda that a step of training makes anew at each call stays one function. The data are
+    So a lambda that is evaluated again in each training step counts as one function. The data are
     the defaults and the variables of enclosing functions; they are compared by identity, unless
     they are numbers or strings.
     """
@@ -411,7 +411,8 @@ def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     return with_call, (kind, function)
 
 
-# The name of an attribute of a class of `with_call`: the original class, and the function.
+# Name of the attribute in which a class made by `with_call` stores a pair: the class from which it
+# was derived, and the function that is called.
 _MADE_OF = "_jaxnorm_made_of"
 # A cache, so that equal models have equal classes, and `jax.jit` traces once. A key is the original
 # class and the identity of the function. A class refers to its function, and so to all objects

@@ -109,8 +109,8 @@ def gated_linear(
     the forward pass, and again in the backward pass.
 
     Raises:
-      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: the shape of an array, ``activation`` or ``out_sharding`` is wrong, or
+      TypeError: an array does not have a supported float dtype; an option has the wrong type.
+      ValueError: the shape of an array is wrong; ``activation`` or ``out_sharding`` is wrong;
         ``out_sharding`` is missing.
 
     Example:

@@ -124,12 +124,12 @@ def linear_softmax_cross_entropy(
     This is done in the dtype of the matmuls, as in plain JAX (for float16, in float32).
 
     Raises:
-      TypeError: the dtype of x, weight or bias, or ``dtype``, is not a supported float dtype,
-        labels are not integers, ``where`` has an integer dtype, ``chunk`` is not an integer,
-        ``label_smoothing``, ``z_loss`` or ``logit_softcap`` is not a Python number, or
+      TypeError: the dtype of x, weight or bias is not a supported float dtype; ``dtype`` is not
+        one; labels are not integers; ``where`` has an integer dtype; ``chunk`` is not an integer;
+        ``label_smoothing``, ``z_loss`` or ``logit_softcap`` is not a Python number;
         ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``reduction``, ``chunk``, ``label_smoothing``, ``z_loss``,
-        ``logits_scale``, ``logit_softcap`` or ``implementation`` is wrong.
+      ValueError: the shape of an array is wrong; ``reduction``, ``chunk``, ``label_smoothing``,
+        ``z_loss``, ``logits_scale``, ``logit_softcap`` or ``implementation`` is wrong.
 
     Source: Liger's `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_ introduced the
     computation of gradients in the forward pass's loop over chunks.
@@ -221,11 +221,11 @@ def linear_log_prob_and_entropy(
     On a mesh, the rows, V and d may be sharded, as in :func:`linear_softmax_cross_entropy`.
 
     Raises:
-      TypeError: the dtype of x, weight or bias, or ``dtype``, is not a supported float dtype,
-        labels are not integers, ``where`` has an integer dtype or is a mask of classes that is not
-        boolean, ``chunk`` is not an integer, ``logit_softcap`` is not a Python number, or
+      TypeError: the dtype of x, weight or bias is not a supported float dtype; ``dtype`` is not
+        one; labels are not integers; ``where`` has an integer dtype; a mask of classes is not
+        boolean; ``chunk`` is not an integer; ``logit_softcap`` is not a Python number;
         ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``chunk``, ``logits_scale``, ``logit_softcap`` or
+      ValueError: the shape of an array is wrong; ``chunk``, ``logits_scale``, ``logit_softcap`` or
         ``implementation`` is wrong.
 
     Use: the losses of `GRPO <https://arxiv.org/abs/2402.03300>`_, `PPO
@@ -331,11 +331,11 @@ def linear_kl_divergence(
     it.
 
     Raises:
-      TypeError: the dtype of an array, or ``dtype``, is not a supported float dtype, ``where`` has
-        an integer dtype, ``chunk`` is not an integer, ``reverse`` is neither True nor False, a
-        softcap is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: the shape of an array, ``reduction``, ``chunk``, ``logits_scale``, a softcap, or
-        ``implementation`` is wrong.
+      TypeError: the dtype of an array is not a supported float dtype; ``dtype`` is not one;
+        ``where`` has an integer dtype; ``chunk`` is not an integer; ``reverse`` is neither True nor
+        False; a softcap is not a Python number; ``logits_scale`` is differentiated.
+      ValueError: the shape of an array is wrong; ``reduction``, ``chunk``, ``logits_scale``, a
+        softcap or ``implementation`` is wrong.
 
     Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
     computation of gradients in the forward pass's loop over chunks.
@@ -407,7 +407,10 @@ def _of_loss(
     implementation: Name | None,
     **options: Any,
 ) -> list[jax.Array]:
-    """Check the further arguments of a public function, and return the results of a jaxnorm loss.
+    """Return the results of the linear loss `function`, a public function except `linear_loss`.
+
+    The arguments that describe the linear layer are already checked. This function checks the
+    other arguments.
 
     Args:
       function: name of the public function.

@@ -100,11 +100,11 @@ def linear_loss(
     Outside of `jax.jit`, each call traces and compiles ``fun`` again.
 
     Raises:
-      TypeError: ``fun`` is not callable, the dtype of x, weight or bias, or ``dtype``, is not a
-        supported float dtype, ``where`` has an integer dtype, ``rows`` or ``fun``'s result have
-        complex numbers, or ``chunk`` is not an integer.
-      ValueError: the shape of an array or of ``fun``'s result, ``reduction`` or ``chunk`` is wrong,
-        or ``fun`` has side effects, such as `jax.debug.print`.
+      TypeError: ``fun`` is not callable; the dtype of x, weight or bias is not a supported float
+        dtype; ``dtype`` is not one; ``where`` has an integer dtype; ``rows`` or the result of
+        ``fun`` has complex numbers; ``chunk`` is not an integer.
+      ValueError: the shape of an array or of the result of ``fun`` is wrong; ``reduction`` or
+        ``chunk`` is wrong; ``fun`` has side effects, such as `jax.debug.print`.
 
     Source: Liger's `fused linear losses <https://arxiv.org/abs/2410.10989>`_ introduced the
     computation of gradients in the forward pass's loop over chunks.

@@ -6,14 +6,16 @@ to `linear_loss` returns. Losses may be reduced to their mean or sum. A call has
 forward (``fwd``), tangent (``tan``) and backward (``bwd``)::
 
     pass     reduction    takes                       returns
-    fwd      mean, sum    primals                     the mean or sum, and gradients of `wrt`
+    fwd      mean, sum    primals                     the mean or sum, and gradients
     fwd      none         primals                     results of rows; if `keeps`, also statistics
     tan      none         residuals, tangents         tangents of the results of rows
     bwd      none         residuals, cotangents       gradients of sum(cotangents * results)
 
-The tangent and the backward pass take residuals. These are the primals, and the forward results
-that are listed in `LinearLossCall.kept`. The tangent pass is linear in the tangents, and the
-backward pass is linear in the cotangents. Each of the two passes is the transpose of the other.
+Gradients are those with respect to the operands in `LinearLossCall.wrt`. `keeps` is an attribute of
+`LinearLossCall`, too. The tangent and the backward pass take residuals. These are the primals, and
+the forward results that are listed in `LinearLossCall.kept`. The tangent pass is linear in the
+tangents, and the backward pass is linear in the cotangents. Each of the two passes is the transpose
+of the other.
 
 A call has these primals, in this order; only `x` and `weight` are in every call::
 
@@ -331,10 +333,10 @@ def loss_of_rows(loss: Call, shape: tuple[int, ...], mask: int, **changes: Any) 
     """Return the call of a loss that is computed from a chunk's logits.
 
     Args:
-      loss: the call of the loss for the logits of one position.
-      shape: shape of the chunk's logits.
-      mask: number of rows of the mask of classes, if there is one: 1, or as many as in `shape`.
-      changes: further changes of the call.
+      loss: the call of the loss for one position's logits.
+      shape: shape ``(rows, classes)`` of the chunk's logits.
+      mask: number of rows of the mask of classes, if the loss has one: 1 or ``shape[0]``.
+      changes: fields of the call or its spec to replace (see `Call.replaced`).
     """
     of_mask = (mask, shape[1]) if loss.spec.logits.has_mask else ()
     view = RowView.of(shape, (1,), mask=of_mask, candidates=loss.view.candidates)

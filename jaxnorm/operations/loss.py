@@ -104,12 +104,11 @@ def softmax_cross_entropy_with_integer_labels(
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: the dtype of logits is not a supported float dtype, labels are not integers,
-        ``where`` has an integer dtype or is a mask of classes that is not boolean,
-        ``label_smoothing``, ``z_loss`` or ``logit_softcap`` is not a Python number, or
-        ``logits_scale`` is differentiated.
-      ValueError: ``axis``, ``label_smoothing``, ``z_loss``, ``logits_scale``, ``logit_softcap``,
-        ``implementation``, or the shape of labels or ``where`` is wrong.
+      TypeError: the dtype of logits is not a supported float dtype; labels are not integers;
+        ``where`` has an integer dtype; a mask of classes is not boolean; ``label_smoothing``,
+        ``z_loss`` or ``logit_softcap`` is not a Python number; ``logits_scale`` is differentiated.
+      ValueError: ``axis``, ``label_smoothing``, ``z_loss``, ``logits_scale``, ``logit_softcap`` or
+        ``implementation`` is wrong; the shape of labels or ``where`` is wrong.
 
     Sources: label smoothing is from `Rethinking the Inception Architecture
     <https://arxiv.org/abs/1512.00567>`_, z_loss from `PaLM <https://arxiv.org/abs/2204.02311>`_,
@@ -434,11 +433,11 @@ def log_prob_and_entropy(
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: the dtype of logits is not a supported float dtype, labels are not integers,
-        ``where`` has an integer dtype or is a mask of classes that is not boolean,
-        ``logit_softcap`` is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: ``axis``, ``logits_scale``, ``logit_softcap``, ``implementation``, or the shape of
-        labels or ``where`` is wrong.
+      TypeError: the dtype of logits is not a supported float dtype; labels are not integers;
+        ``where`` has an integer dtype; a mask of classes is not boolean; ``logit_softcap`` is not a
+        Python number; ``logits_scale`` is differentiated.
+      ValueError: ``axis``, ``logits_scale``, ``logit_softcap`` or ``implementation`` is wrong; the
+        shape of labels or ``where`` is wrong.
 
     Source: the sum of exponentials is computed in one pass as in `Online normalizer calculation for
     softmax <https://arxiv.org/abs/1805.02867>`_, together with the sum that the entropy needs.
@@ -534,10 +533,10 @@ def kl_divergence(
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: an array of logits does not have a supported float dtype, ``where`` has an integer
-        dtype or is a mask of classes that is not boolean, ``reverse`` is neither True nor False, a
-        softcap is not a Python number, or ``logits_scale`` is differentiated.
-      ValueError: ``axis``, ``logits_scale``, a softcap, ``implementation``, or the shape of
+      TypeError: an array of logits does not have a supported float dtype; ``where`` has an integer
+        dtype; a mask of classes is not boolean; ``reverse`` is neither True nor False; a softcap is
+        not a Python number; ``logits_scale`` is differentiated.
+      ValueError: ``axis``, ``logits_scale``, a softcap or ``implementation`` is wrong; the shape of
         teacher_logits or ``where`` is wrong.
 
     Source: `Distilling the Knowledge in a Neural Network <https://arxiv.org/abs/1503.02531>`_, and

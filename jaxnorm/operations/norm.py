@@ -195,9 +195,9 @@ def layer_norm(
     ``(C, 1, 1)``.
 
     Raises:
-      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      TypeError: an array does not have a supported float dtype; an option has the wrong type.
       ValueError: an axis, a parameter's shape, ``epsilon``, ``save``, ``implementation`` or
-        ``activation`` is wrong, or the requested implementation cannot run this call.
+        ``activation`` is wrong; the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -261,9 +261,9 @@ def rms_norm(
       Array of x's shape in ``dtype``. Differentiable like :func:`jaxnorm.layer_norm`.
 
     Raises:
-      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      TypeError: an array does not have a supported float dtype; an option has the wrong type.
       ValueError: an axis, scale's shape, ``epsilon``, ``save``, ``implementation`` or
-        ``activation`` is wrong, or the requested implementation cannot run this call.
+        ``activation`` is wrong; the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -328,9 +328,9 @@ def add_layer_norm(
       rounded h. Differentiable like :func:`jaxnorm.layer_norm`.
 
     Raises:
-      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: x and residual differ in shape, or gate's shape is wrong. Also any ValueError that
-        :func:`jaxnorm.layer_norm` raises.
+      TypeError: an array does not have a supported float dtype; an option has the wrong type.
+      ValueError: x and residual differ in shape; gate's shape is wrong; :func:`jaxnorm.layer_norm`
+        would raise a ValueError.
 
     Example:
       >>> import jax.numpy as jnp
@@ -540,9 +540,9 @@ def rms_norm_gated(
       gradients have the dtypes of their arguments.
 
     Raises:
-      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: x and gate have different shapes; or the shape of scale, ``activation``,
-        ``epsilon`` or ``implementation`` is wrong; or the requested implementation cannot run this
+      TypeError: an array does not have a supported float dtype; an option has the wrong type.
+      ValueError: x and gate have different shapes; the shape of scale is wrong; ``activation``,
+        ``epsilon`` or ``implementation`` is wrong; the requested implementation cannot run this
         call.
 
     Example:

@@ -148,9 +148,9 @@ def rms_norm_linear(
     that also shard x.
 
     Raises:
-      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: the shape of an array, ``activation``, ``epsilon`` or ``implementation`` is wrong,
-        or the requested implementation cannot run this call.
+      TypeError: an array does not have a supported float dtype; an option has the wrong type.
+      ValueError: the shape of an array is wrong; ``activation``, ``epsilon`` or ``implementation``
+        is wrong; the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp

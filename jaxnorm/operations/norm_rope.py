@@ -83,10 +83,10 @@ def rms_norm_rope(
       x, scale, cos and sin. The gradients of cos and sin are always computed in plain JAX.
 
     Raises:
-      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: scale is not (d,), the shapes of cos and sin differ or do not broadcast, r is more
-        than d, ``epsilon``, ``save`` or ``implementation`` is wrong, or the requested
-        implementation cannot run this call.
+      TypeError: an array does not have a supported float dtype; an option has the wrong type.
+      ValueError: the shape of scale is not (d,); the shapes of cos and sin differ; cos and sin do
+        not broadcast; r is greater than d; ``epsilon``, ``save`` or ``implementation`` is wrong;
+        the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp

@@ -73,12 +73,12 @@ def softmax(
     derivatives from y.
 
     Raises:
-      TypeError: the dtype of x or bias, or ``dtype``, is not a supported float dtype, ``where`` is
-        not boolean, ``scale`` is not a number or is differentiated, or ``causal`` is neither True
-        nor False.
+      TypeError: the dtype of x or bias is not a supported float dtype; ``dtype`` is not one;
+        ``where`` is not boolean; ``scale`` is not a number; ``scale`` is differentiated; ``causal``
+        is neither True nor False.
       ValueError: ``axis``, ``scale`` or ``implementation`` is wrong; ``where`` or ``bias`` has a
-        wrong shape; or ``causal`` is True although ``axis`` is not the last axis or x has only one
-        axis.
+        wrong shape; ``causal`` is True although ``axis`` is not the last axis; ``causal`` is True
+        although x has only one axis.
 
     Example:
       >>> import jax.numpy as jnp

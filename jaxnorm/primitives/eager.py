@@ -174,10 +174,11 @@ def _disabling(checks: tuple[bool, bool]) -> Iterator[None]:
 
 
 def check(name: str, names: Sequence[str], results: Sequence[Any]) -> None:
-    """Raise FloatingPointError if a result has a NaN or an infinity that the user wants to find.
+    """Raise FloatingPointError if a result has a NaN or an infinity, and the user checks for it.
 
-    This function is called inside `unchecked`. It ignores results that have no value yet, and the
-    infinities of the statistic ``log_sum``.
+    NaNs are checked with ``jax_debug_nans``, infinities with ``jax_debug_infs``. This function is
+    called inside `unchecked`. It ignores results that have no value yet, and the infinities of the
+    statistic ``log_sum``.
 
     Args:
       name: name of the primitive.

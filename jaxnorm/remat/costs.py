@@ -112,7 +112,10 @@ def primitive_name(equation: Any) -> str:
 
 
 def _is_row_function(name: str) -> bool:
-    """Return True for jaxnorm's own norms, softmaxes and losses, without those of linear layers."""
+    """Return True if a primitive is a norm, a softmax or a loss of jaxnorm that runs no matmul.
+
+    The primitives of jaxnorm that run matmuls have "linear" in their names.
+    """
     return name.startswith("jaxnorm.") and "linear" not in name
 
 

@@ -164,10 +164,10 @@ def check_params(
       no norm is found, its attribute ``safe`` is False.
 
     Raises:
-      TypeError: ``dtype`` is not a supported float dtype, a scale or bias is not a real float
-        array, or an option is of the wrong type.
-      ValueError: a bias and its scale differ in shape, a name in ``rotated`` is not the name of any
-        norm, a norm named in ``rotated`` has a bias, or ``rotated_columns`` is odd or larger than
+      TypeError: ``dtype`` is not a supported float dtype; a scale or bias is not a real float
+        array; an option has the wrong type.
+      ValueError: a bias and its scale differ in shape; a name in ``rotated`` is not the name of any
+        norm; a norm named in ``rotated`` has a bias; ``rotated_columns`` is odd; it is larger than
         the number of columns of a norm named in ``rotated``.
 
     Example:

@@ -49,9 +49,11 @@ class Loss:
                     self.results[value] = found.sum(1)
 
     def found(self) -> Iterator[tuple[str, set[Value], set[Value], dict[str, str]]]:
-        """Yield losses of jaxnorm with their options, and the arrays that have their numbers.
+        """Yield each jaxnorm loss that the program computes.
 
-        The arrays are in two sets: those with the loss, and those with the entropy.
+        It is yielded as ``(name, arrays, entropies, options)``. ``arrays`` are the program's arrays
+        whose values are those of the loss, ``entropies`` the arrays whose values are the entropies.
+        Both may have the other sign. ``options`` are the loss's arguments, as source text.
         """
         for z, numbers in self.logits.items():
             log_p = special.log_softmax(numbers, -1)

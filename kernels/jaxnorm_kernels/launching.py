@@ -43,11 +43,12 @@ own_buffer = lax.optimization_barrier
 def overwritable(operand: jax.Array) -> Any:
     """Return a ref of an operand that a kernel overwrites. `overwritten` reads it afterwards.
 
-    XLA must give such a kernel a single buffer that contains the operand and receives the result.
-    It does so only if the operand is an entire array. If the operand were a slice, the kernel would
-    read from the buffer of the result, and XLA would not copy the slice to this buffer. The operand
-    may be a slice in the compiled program even if it is an entire array in JAX's program: XLA
-    merges matmuls that have a common operand, and slices the result of the merged matmul.
+    A kernel that overwrites its operand needs one buffer that holds the operand before the kernel
+    and the result after it. XLA provides it only if the operand is an entire array. For a slice,
+    XLA would allocate a buffer for the result without copying the slice there, and the kernel would
+    read whatever that buffer contains. An operand that is an entire array in JAX's program may
+    still be a slice in the compiled program: XLA merges matmuls that have a common operand, and
+    slices the merged result. So `own_buffer` is always applied.
     """
     return jax.new_ref(own_buffer(operand))
 

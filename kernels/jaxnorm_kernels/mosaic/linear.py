@@ -368,7 +368,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
-        """Compute this warpgroup's half of the rows, for each of the block's tiles of y."""
+        """Compute one half of the rows of each tile of y that the block computes."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

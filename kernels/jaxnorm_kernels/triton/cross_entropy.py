@@ -78,7 +78,7 @@ class Options:
     Attributes:
       classes: the number of columns that are classes; these are the first columns.
       label_smoothing, z_loss: the options of the public function with these names.
-      cap: the scale and the cap of the logits.
+      cap: how the logits are computed from x: their scale and softcap.
       entropy: True if the kernel computes log-probability and entropy, False if it computes a loss.
     """
 
@@ -314,7 +314,10 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of block number `nth` of the rows. `store_block` calls this function."""
+    """Store dx of these rows in their block of columns number `nth`.
+
+    `store_block` calls this function.
+    """
     x_ptr, m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, dx_ptr = pointers
     offset, read, lane, first_col = block_at(row, exists, nth, layout, tiling, is_whole)
     # Load the logits first, so that their loads overlap with the loads of the few numbers per row

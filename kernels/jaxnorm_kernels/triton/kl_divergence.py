@@ -297,9 +297,10 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of block number `nth` of the rows. `store_block` calls this function.
+    """Store dx of these rows in their block of columns number `nth`.
 
-    `y_ptr` points to the divergences if `reverse` is set. Otherwise, it is None.
+    `store_block` calls this function. `y_ptr` points to the divergences if `reverse` is set.
+    Otherwise, it is None.
     """
     x_ptr, teacher_ptr, of_student, of_teacher, dy_ptr, y_ptr, dx_ptr = pointers
     of_x: tl.constexpr = pair.q if y_ptr is None else pair.p

@@ -303,9 +303,12 @@ def softmax_bwd_bias(
 ) -> tuple[jax.Array, jax.Array]:
     """Return dx, and the gradient of a bias of shape `(n, cols)`.
 
+    n is the number of rows of the bias; several rows of x may share one.
+
     Args:
       y, dy: arrays `(rows, cols)`.
-      mask: an array `(n, cols)` or `(n, 1)`; None if the kernel does not read the mask.
+      mask: an array `(m, cols)` or `(m, 1)`, in which several rows of x may share one of m rows;
+        None if the kernel does not read the mask.
     """
     shared = spec.softmax.logits_bias_rows
     assert shared is not None  # `why_unsupported` refuses calls for which this mapping is None

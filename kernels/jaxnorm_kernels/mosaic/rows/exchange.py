@@ -329,9 +329,9 @@ class Exchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce to the barrier this warpgroup's share of the bytes that the block will receive.
+        """Add this warpgroup's share to the number of bytes for which the block's barrier waits.
 
-        The warpgroups of a block announce equal shares.
+        These are the bytes that the block will receive. Its warpgroups add equal shares.
         """
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()

@@ -345,9 +345,9 @@ class Strip:
         pl.when(self._is_first)(lambda: store_each(row, nth, stat, layout))
 
     def store_inner(self, ref: Ref, stat: Stat) -> None:
-        """Store a statistic in an ``(outer, inner)`` ref: one value for each inner element.
+        """Store one value for each inner element, such as the gradient of a parameter.
 
-        The statistic is ``(width,)``, and every warp has a complete copy of it.
+        `ref` is ``(outer, inner)``. `stat` is ``(width,)``; every warp has a complete copy of it.
         """
         row, layout = ref.at[self.outer], self.strips.stat_layout
         pl.when(self._is_first)(

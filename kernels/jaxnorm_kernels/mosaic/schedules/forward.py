@@ -285,7 +285,8 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> TileSchedule:
         # is causal, the rows must also belong to one run (see `run_of_rows`).
         group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
-    # `rows` is 0 if a group of rows is smaller than any tile. Then a warpgroup processes one row.
+    # `rows` is 0 if no tile size divides the number of rows in a group, or if x has fewer rows than
+    # the smallest tile. Then a warpgroup processes one row.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return of_line(ForwardRule("warpgroup_row"), spec, gpu)
     return TileSchedule(
