@@ -212,9 +212,9 @@ def convert[Model](
       The model, with the same structure except for its norms.
 
     Raises:
-      TypeError: ``model`` has no ``equinox.Module`` in it, or ``calls`` is not a dictionary of
+      TypeError: ``model`` has no ``equinox.Module`` in it; ``calls`` is not a dictionary of
         classes and functions.
-      ValueError: ``save`` or ``implementation`` is wrong, or ``calls`` has a class that is not an
+      ValueError: ``save`` or ``implementation`` is wrong; ``calls`` has a class that is not an
         ``equinox.Module``.
 
     Example:

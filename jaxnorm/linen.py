@@ -333,9 +333,9 @@ def converted(
         ``jax.jit`` retraces if a function has other code, or refers to other objects.
 
     Raises:
-      TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and
+      TypeError: ``params`` is not a dictionary; ``calls`` is not a dictionary of classes and
         functions.
-      ValueError: ``save`` or ``implementation`` is wrong, or ``calls`` has a class that is not a
+      ValueError: ``save`` or ``implementation`` is wrong; ``calls`` has a class that is not a
         ``flax.linen.Module``.
 
     Example:
@@ -489,7 +489,7 @@ def dot_product_attention(
       Array ``(batch..., q_length, heads, v_depth)``.
 
     Raises:
-      ValueError: the shapes do not fit together, or options exclude each other.
+      ValueError: the shapes do not fit together; options exclude each other.
 
     Example:
       >>> import flax.linen as nn

@@ -366,9 +366,9 @@ def convert[Model](
       ``model``, the same object.
 
     Raises:
-      TypeError: ``model`` has no ``nnx.Module`` in it, or ``calls`` is not a dictionary of classes
+      TypeError: ``model`` has no ``nnx.Module`` in it; ``calls`` is not a dictionary of classes
         and functions.
-      ValueError: ``save`` or ``implementation`` is wrong, or ``calls`` has a class that is not an
+      ValueError: ``save`` or ``implementation`` is wrong; ``calls`` has a class that is not an
         ``nnx.Module``.
 
     Example:

@@ -48,7 +48,7 @@ def auto_remat[**P, T](
       A function with the signature, results, name and docstring of ``fun``.
 
     Raises:
-      TypeError: ``fun`` is not a function, or ``budget`` is not None, an int or a float.
+      TypeError: ``fun`` is not a function; ``budget`` is not None, an int or a float.
       ValueError: ``budget`` is out of range. When the function is differentiated: ``budget`` is
         less than the least possible number of bytes, which the message states.
 

@@ -46,9 +46,9 @@ def fit_memory(
       recomputation among the compiled programs that need at most ``limit`` bytes.
 
     Raises:
-      TypeError: ``step`` is not a function, or ``limit`` is not a number.
-      ValueError: ``limit`` is not positive, or no compiled program is within it; the message states
-        the least memory that was reached. Or ``step`` does not call ``remat``.
+      TypeError: ``step`` is not a function; ``limit`` is not a number.
+      ValueError: ``limit`` is not positive; ``step`` does not call ``remat``; no compiled program
+        is within the limit (the message states the least memory that was reached).
 
     Example:
       >>> import jax

@@ -249,7 +249,7 @@ def memory_report(
       random logits.
 
     Raises:
-      TypeError: f is not a function, ``argnums`` is neither an integer nor a sequence of them, or
+      TypeError: f is not a function; ``argnums`` is neither an integer nor a sequence of integers;
         an argument that ``argnums`` names has arrays, but none with floating-point numbers.
       ValueError: ``argnums`` has the index of an argument that does not exist.
 

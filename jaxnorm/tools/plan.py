@@ -77,7 +77,7 @@ def implementation_for(
       computes the loss of a chunk's logits.
 
     Raises:
-      TypeError, ValueError: as for the function, or the function or platform is unknown.
+      TypeError, ValueError: as for the function; the function is unknown; the platform is unknown.
 
     Example:
       >>> import jax

@@ -131,7 +131,7 @@ def remat_plan(
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: the budget is out of range, or smaller than the least possible number of bytes.
+      ValueError: the budget is out of range; it is less than the least possible number of bytes.
 
     Example:
       >>> import jax
