@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.against_plain`` takes three minutes on an H200. The other suites time each
 operation on large arrays whose rows are multiples of 16 bytes. This module times calls where plain
-JAX may be faster: rows of odd lengths, attention over few keys, and calls inside `jax.vmap` and
-`jax.lax.scan`. Each call has several variants, such as the default and a given
+JAX may be faster: rows of odd lengths, attention over few keys, an activation and its matmul, and
+calls inside `jax.lax.scan`. Each call has several variants, such as the default and a given
 implementation. A ratio is the time of a variant, divided by the time of plain JAX, so a number
 above 1 means that plain JAX is faster.
 """
@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 import jaxnorm
 from benchmarks import calls, jax_side, tables, timing, variants
-from benchmarks.providers import jnp_functions
 from benchmarks.workloads import ITEMSIZE, Array, Shape
 
 Function = Callable[..., Any]
@@ -121,23 +120,6 @@ def _attentions(batch: int, heads: int, length: int) -> Cases:
     return {name: Case(arrays, found, (), (0, 1, 2), has_matmul=True)}
 
 
-def _linear_losses(dtype: str, rows: int, width: int, classes: int) -> Cases:
-    loss = jaxnorm.linear_log_prob_and_entropy
-
-    def whole(of_logits: Function, x: Any, w: Any, labels: Any) -> Any:
-        return of_logits(jnp.matmul(x, w, preferred_element_type=jnp.float32), labels)
-
-    found: dict[str, Function] = {
-        **_with(functools.partial(whole, jnp_functions.log_prob_and_entropy), loss),
-        "one chunk": functools.partial(loss, chunk=rows),
-        "whole logits": functools.partial(whole, jaxnorm.log_prob_and_entropy),
-    }
-    labels: Array = ((rows,), "int32", classes)
-    arrays: tuple[Array, ...] = (((rows, width), dtype), ((width, classes), dtype), labels)
-    name = f"linear_log_prob_and_entropy {dtype} {rows}x{width}x{classes}"
-    return {name: Case(arrays, found, (), (0, 1), has_matmul=True)}
-
-
 def _activations(rows: int, hidden: int, width: int) -> Cases:
     def plain(x: Any, w: Any) -> Any:
         return jax.nn.gelu(x) @ w
@@ -146,26 +128,6 @@ def _activations(rows: int, hidden: int, width: int) -> Cases:
     arrays = (((rows, hidden), "bfloat16"), ((hidden, width), "bfloat16"))
     name = f"activation_linear bfloat16 {rows}x{hidden}x{width}"
     return {name: Case(arrays, found, (), (0, 1), has_matmul=True)}
-
-
-def _norm_linears(rows: int, width: int, features: int) -> Cases:
-    """RMSNorm and the matmul after it."""
-
-    def plain(x: Any, w: Any, scale: Any) -> Any:
-        return variants.rms_norm(x, scale) @ w
-
-    found = _with(plain, jaxnorm.rms_norm_linear, "xla", "mosaic")
-    arrays = (((rows, width), "bfloat16"), ((width, features), "bfloat16"))
-    name = f"rms_norm_linear bfloat16 {rows}x{width}x{features}"
-    return {name: Case(arrays, found, ((width,),), (0, 1, 2), has_matmul=True)}
-
-
-def _vmapped(rows: int, cols: int, count: int) -> Cases:
-    norms = _with(variants.rms_norm, jaxnorm.rms_norm, "xla", "mosaic")
-    found: dict[str, Function] = {name: jax.vmap(norm, (None, 0)) for name, norm in norms.items()}
-    found["norm without scale"] = lambda x, s: (jaxnorm.rms_norm(x) * s[:, None]).astype(x.dtype)
-    name = f"vmap over {count} scales, rms_norm bfloat16 {rows}x{cols}"
-    return {name: Case((((rows, cols), "bfloat16"),), found, ((count, cols),), (0, 1))}
 
 
 def _scans(rows: int, cols: int, steps: int) -> Cases:
@@ -184,9 +146,8 @@ def cases() -> Cases:
     for dtype in ("bfloat16", "float32"):
         for shape in ((65536, 197), (16384, 1025), (8192, 4097)):
             found |= _norms(dtype, *shape)
-    found |= _linear_losses("float32", 4096, 1024, 32000) | _activations(8192, 8192, 2048)
-    found |= _norm_linears(8192, 4096, 6144) | _activations(16384, 3072, 768)
-    return found | _vmapped(8192, 4096, 8) | _scans(8192, 4096, 16)
+    found |= _activations(8192, 8192, 2048) | _activations(16384, 3072, 768)
+    return found | _scans(8192, 4096, 16)
 
 
 # ------------------------------------------------------------------------------------ measurement

@@ -3,7 +3,7 @@
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
-        [--rows "plain;auto*"] [--save FILE.csv] [--fsdp] [--tiny]
+        [--rows "plain;auto*"] [--save FILE.csv] [--fsdp]
 
 Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
 minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
@@ -174,10 +174,7 @@ def parse(parser: argparse.ArgumentParser, names: str, layers: str) -> argparse.
     """
     parser.add_argument("--models", default=names)
     parser.add_argument("--layers", default=layers)
-    parser.add_argument("--tiny", action="store_true", help="small models, to test this script")
     options = parser.parse_args()
-    if options.tiny:
-        models.MODELS.update({name: models.tiny(size) for name, size in models.MODELS.items()})
     options.chosen = [*itertools.product(options.models.split(","), options.layers.split(","))]
     print(jax.__version__, jax.devices()[0].device_kind, flush=True)
     return options

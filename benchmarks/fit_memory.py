@@ -2,7 +2,7 @@
 
 Usage, from the root of the repository::
 
-    python -m benchmarks.fit_memory [--models llama-1b] [--layers scan] [--temp 10,8,7] [--tiny]
+    python -m benchmarks.fit_memory [--models llama-1b] [--layers scan] [--temp 10,8,7]
 
 The step is that of `benchmarks.auto_remat`: a plain model with jaxnorm's linear loss, and AdamW
 with donated parameters. A limit is the size of its arguments, and gigabytes for temporary memory.

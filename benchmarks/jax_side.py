@@ -177,7 +177,7 @@ def prepare(suite: str, cell: Any) -> Measure:
 
     Several threads call this function at the same time.
     """
-    if suite in ("training", "capacity", "compile"):
+    if suite in ("training", "compile"):
         training = importlib.import_module("benchmarks.training")  # imported here: needs optax
         return training.prepare(suite, cell)
     program = compile_cell(cell)

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.linear_loss`` measures the cross-entropy of a linear layer's logits, and its
 gradients, and prints a table of microseconds and GB of temporary memory. It takes the options of
-`benchmarks.run`, and writes to the same folder. ``--again`` repeats measurements.
+`benchmarks.run`, and writes to the same folder.
 """
 
 import sys

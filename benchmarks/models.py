@@ -9,9 +9,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-# The memory of an H100 in bytes. The column batch_in_80gb of the results has the largest batch that
-# fits into this memory.
-BUDGET_BYTES = 80 * 10**9
 # The numbers of the training steps whose loss is recorded. The first step has the number 1.
 # Training ends after the last of these steps.
 LOSS_STEPS = (1, 10, 20, 30, 40)
@@ -51,13 +48,6 @@ MODELS = {
 }
 
 
-def tiny(size: Size) -> Size:
-    """Return a small size of a model, to test how it is measured."""
-    kv_heads = 4 if size.kind == "gpt2" else 2
-    small = dataclasses.replace(size, layers=4, width=256, heads=4, kv_heads=kv_heads, hidden=512)
-    return dataclasses.replace(small, vocabulary=1024, seq=32, batch=2)
-
-
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
@@ -75,12 +65,7 @@ VARIANTS = (
 
 @dataclasses.dataclass(frozen=True)
 class TrainingCell:
-    """A training step.
-
-    Attributes:
-      batch: number of sequences in a step.
-      mesh: "", because steps run on one device.
-    """
+    """A training step, with `batch` sequences."""
 
     model: str
     remat: Remat
@@ -88,7 +73,6 @@ class TrainingCell:
     dtype: str
     batch: int
     provider: str
-    mesh: str = ""
 
     @property
     def size(self) -> Size:

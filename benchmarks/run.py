@@ -63,9 +63,9 @@ class Run:
             "status": outcome.status,
         }
 
-    def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
+    def todo(self, suite: Suite, cells: Iterable[Cell]) -> list[Cell]:
         """Return the cells that remain to be measured with the installed software."""
-        done = set() if again else Table(self.folder, suite).keys()
+        done = Table(self.folder, suite).keys()
         installed = (cell for cell in cells if provider_name(cell) in self.software)
         return [cell for cell in installed if self.key(cell) not in done]
 
@@ -155,11 +155,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "each sample has parameters, ROWSxFEATURESxCLASSES for losses with a weight",
     )
     parser.add_argument(
-        "--again",
-        action="store_true",
-        help="also measure cells that have a row; the last row counts",
-    )
-    parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
@@ -203,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     suites = [SUITES[name] for name in given.suites or SUITES]
     try:
         run = Run(folder, device, commit, installed(selection.providers))
-        todo = {s.name: run.todo(s, s.cells(selection), again=given.again) for s in suites}
+        todo = {s.name: run.todo(s, s.cells(selection)) for s in suites}
     except ValueError as error:  # a CSV file has other columns than the suite
         print(error)
         return 2

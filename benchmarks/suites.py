@@ -182,7 +182,7 @@ def _shaped(table: Mapping[str, Any]) -> Callable[[Shapes], Iterator[Cell]]:
 _TIME = {"us": 2, "roof": 4, "compile_s": 2}
 _TIME_OF_LAYERS = {"us": 2, "compile_s": 2, "temp_bytes": 0}
 _COMPILE = {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3}
-_STEP = {"ms": 2, "kernels_ms": 2, "tokens_per_s": 0, "temp_bytes": 0, "peak_bytes": 0}
+_STEP = {"ms": 2, "tokens_per_s": 0, "temp_bytes": 0, "peak_bytes": 0}
 _LOSSES = {f"loss_{step}": 4 for step in LOSS_STEPS}
 
 SUITES: dict[str, Suite] = {
@@ -194,7 +194,6 @@ SUITES: dict[str, Suite] = {
         Suite("loss", ShapedCell, {**_TIME, "temp_bytes": 0}, _shaped(OF_LOGITS)),
         Suite("linear_loss", ShapedCell, _TIME_OF_LAYERS, _shaped(OF_LAYERS)),
         Suite("training", TrainingCell, _STEP | _LOSSES, models.cells, batch=4),
-        Suite("capacity", TrainingCell, {"batch_in_80gb": 0}, models.cells, batch=4),
         Suite("compile", CompileCell, _COMPILE, models.compile_cells, in_turn=True),
     )
 }

@@ -4,24 +4,19 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import language_models, models, timing
+from benchmarks import language_models, timing
 from benchmarks.language_models import Model, State
 from benchmarks.models import LOSS_STEPS, TrainingCell
 from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
 WARMUP = 3
-# The number of training steps whose kernels are timed.
-KERNEL_STEPS = 10
-# The maximum number of linear interpolations in the search for the largest batch. After this
-# number, bisection is used.
-_GUESSES = 8
 
 
 class Step:
@@ -113,8 +108,8 @@ class Step:
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
 
-    def times(self, steps: int) -> tuple[State, list[float], list[float]]:
-        """Run steps. Return the last state, and the milliseconds and the loss of each step."""
+    def times(self, steps: int) -> tuple[list[float], list[float]]:
+        """Run steps. Return the milliseconds and the loss of each step."""
         state, times, losses = self.initial(), [], []
         for i in range(steps):
             tokens = jax.block_until_ready(self.batch(i))
@@ -122,7 +117,7 @@ class Step:
             state, loss = jax.block_until_ready(self.run(state, tokens))
             times.append(1e3 * (time.perf_counter() - start))
             losses.append(float(loss))
-        return state, times, losses
+        return times, losses
 
     def round(self, steps: int) -> tuple[float, float]:
         """Return the milliseconds of a step, of several that run back to back, and the first loss.
@@ -139,25 +134,13 @@ class Step:
         jax.block_until_ready(state)
         return 1e3 * (time.perf_counter() - start) / steps, float(first)
 
-    def kernels_ms(self, state: State) -> float | None:
-        """Return the milliseconds of all kernels of a step on a GPU, or None on a CPU."""
-        if jax.default_backend() != "gpu":
-            return None
-        tokens = jax.block_until_ready(self.batch(0))
-        with timing.kernels() as ran:
-            for _ in range(KERNEL_STEPS):
-                state, _ = self.run(state, tokens)
-            jax.block_until_ready(state)
-        return sum(ran) / KERNEL_STEPS / 1e3
-
 
 def speed(step: Step) -> Figures:
-    """Return the results of the suite `training`: median time, kernel time, memory and losses."""
-    state, times, losses = step.times(LOSS_STEPS[-1])
+    """Return the results of the suite `training`: median time, memory and losses."""
+    times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
     return {
         "ms": ms,
-        "kernels_ms": step.kernels_ms(state),
         "tokens_per_s": step.tokens / ms * 1e3,
         "temp_bytes": step.temp_bytes,
         "peak_bytes": step.peak_bytes,
@@ -198,53 +181,14 @@ def _warm_up(variant: str) -> None:
 
 
 def prepare(suite: str, cell: Any) -> Callable[[], Figures]:
-    """Compile a cell of one of three suites, and return a function that measures it.
+    """Compile a cell of the suite "training" or "compile", and return a function that measures it.
 
-    The suite "capacity" only compiles steps, to find the largest batch that fits. The suite
-    "compile" measures the compilation itself.
+    The suite "compile" measures the compilation itself.
     """
     if suite == "compile":
         _warm_up(cell.provider)
         figures = compile_seconds(cell.step)
         return lambda: figures
     step = Step(cell, cell.batch)
-    if suite == "training":
-        _ = step.run, step.initial, step.batch
-        return functools.partial(speed, step)
-    fits = largest(
-        lambda batch: Step(cell, batch).peak_bytes,
-        models.BUDGET_BYTES,
-        {cell.batch: step.peak_bytes},
-    )
-    return lambda: {"batch_in_80gb": fits}
-
-
-def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) -> int:
-    """Return the largest n with ``used(n) <= limit``, or 0 if there is none.
-
-    `used` is expensive to evaluate and grows about linearly. `known` maps at least one n to
-    used(n). The result is exact for any growing `used`, because the search ends only when it has
-    evaluated an n with ``used(n) <= limit`` and ``used(n + 1) > limit``.
-    """
-    values = dict(known)
-    while True:
-        below = max((n for n, value in values.items() if value <= limit), default=0)
-        above = min((n for n, value in values.items() if value > limit), default=None)
-        if above == below + 1:
-            return below
-        if len(values) - len(known) >= _GUESSES or len(values) == 1:
-            n = 2 * below if above is None else (below + above) // 2
-        else:
-            n = max(_on_the_line(values, limit), below + 1)
-            n = n if above is None else min(n, above - 1)
-        values[n] = used(n)
-
-
-def _on_the_line(values: Mapping[int, int], limit: int) -> int:
-    """Estimate the n at which a growing function reaches the limit, given some of its values.
-
-    `values` maps n to the function's value. The estimate lies on the straight line through the two
-    points whose values are closest to the limit.
-    """
-    (a, low), (b, high) = sorted(sorted(values.items(), key=lambda item: abs(item[1] - limit))[:2])
-    return b if high <= low else int(a + (limit - low) * (b - a) / (high - low))
+    _ = step.run, step.initial, step.batch
+    return functools.partial(speed, step)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -118,19 +117,3 @@ def test_compile_times(cell, monkeypatch):
     figures = training.prepare("compile", named)()
     assert figures["total_s"] >= figures["trace_s"] + figures["lower_s"] > 0
     assert figures["compile_s"] is None or jax.default_backend() == "gpu"
-
-
-def test_what_fits(cell, monkeypatch):
-    step = lambda cell, batch: types.SimpleNamespace(peak_bytes=100 + 7 * batch)  # noqa: E731
-    monkeypatch.setattr(training, "Step", step)
-    monkeypatch.setattr(models, "BUDGET_BYTES", 200)
-    assert training.prepare("capacity", cell)() == {"batch_in_80gb": 14}
-
-
-@pytest.mark.parametrize("limit", [0, 99, 100, 101, 1234, 54_321])
-@pytest.mark.parametrize(
-    "used", [lambda n: 90 + 7 * n, lambda n: 50 + n * n, lambda n: 100 * (1 + n // 16), lambda n: n]
-)
-def test_the_largest_that_fits(used, limit):
-    found = training.largest(used, limit, {8: used(8)})
-    assert found == max((n for n in range(1, limit + 2) if used(n) <= limit), default=0)

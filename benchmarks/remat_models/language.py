@@ -104,8 +104,10 @@ def _decoder(
     ) -> Program:
         blocks = layers // layers_per_block
         module = _Decoder(block, blocks, sizes, width, vocabulary, dtype, **options)
+        batches = parts.tokens(batch, seq, vocabulary=vocabulary)
         matrix = batch * sizes[heads] * seq * seq if heads else 0
-        return parts.of_tokens(module, (batch, seq, width), vocabulary, matrix=matrix, length=seq)
+        counts = {"activation": batch * seq * width, "matrix": matrix}
+        return parts.of_module(module, parts.next_token, batches, **counts, length=seq)
 
     return program
 

@@ -6,7 +6,6 @@ of heads and D their size.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,14 +70,6 @@ def of_module(
 
 def tokens(*shape: int, vocabulary: int) -> Callable[[Array], Array]:
     return lambda key: jax.random.randint(key, shape, 0, vocabulary)
-
-
-def of_tokens(
-    module: nn.Module, shape: tuple[int, int, int], vocabulary: int, **sizes: int
-) -> Program:
-    """Return the program of a Flax language model with hidden states of `shape` (B, S, d)."""
-    batches = tokens(*shape[:2], vocabulary=vocabulary)
-    return of_module(module, next_token, batches, activation=math.prod(shape), **sizes)
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
