@@ -221,7 +221,7 @@ def each(groups, combine=pairwise):
     )
 
 
-@refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS, refused.GROUPS, refused.GROUP_SIZES)
+@refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS, refused.GROUPS)
 @pytest.mark.parametrize(
     ("options", "implementation"),
     [
