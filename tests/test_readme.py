@@ -146,6 +146,7 @@ def test_each_section_with_measurements_names_their_source():
 
 
 H100 = "nvidia_h100_80gb_hbm3"
+_LOSS = "us .1f 1e3, temp_bytes .2f 1e9"
 CELL, PAIR = r"(?<=\| )([\d.]+)(?= \|)", r"([\d.]+) (?:/|\|) ([\d.]+)(?= \|)"
 
 
@@ -155,7 +156,8 @@ CELL, PAIR = r"(?<=\| )([\d.]+)(?= \|)", r"([\d.]+) (?:/|\|) ([\d.]+)(?= \|)"
         ("implementations", "| training step |", f"{H100}/compile", "total_s .1f 1", CELL),
         ("losses", "| model; largest", f"{H100}/capacity", "batch_in_80gb .0f 1", CELL),
         ("losses", "| loss in", f"{H100}/training", "ms .1f 1, temp_bytes .1f 1e9", PAIR),
-        ("losses", "| ms / GB |", f"{H100}/loss", "us .1f 1e3, temp_bytes .2f 1e9", PAIR),
+        ("losses", "| ms / GB |", f"{H100}/loss", _LOSS, PAIR),
+        ("losses", "| ms / GB on an H200", "nvidia_h200/linear_loss", _LOSS, PAIR),
         ("losses", "| vocabulary | dtype | pass |", f"{H100}/loss", "us .0f 1", r"ward \| (\d+)"),
         ("platforms", "| function and shape |", "cpu/cpu", "ratio .2f 1", r"(\d\.\d\d)"),
     ],
