@@ -44,7 +44,7 @@ def _check() -> int:
 
 
 if __name__ == "__main__":
-    # ``--check`` starts several processes that share a GPU. By default, JAX in each of them would
-    # preallocate three quarters of the GPU's memory.
+    # Do not preallocate memory: ``--check`` starts several processes that share a GPU. By default,
+    # each of them would reserve three quarters of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     raise SystemExit(main())

@@ -96,7 +96,7 @@ def _candidates(platform: str) -> tuple[str, ...]:
 
     xla is tried after them and is not included. If the environment variable
     ``JAXNORM_IMPLEMENTATION`` is set to one of the platform's kernel implementations, the result
-    starts with this implementation.
+    starts with this implementation, and omits those that usually precede it.
     """
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
@@ -188,7 +188,7 @@ def lowering_failed(
 
 
 def _described(error: Exception, name: str) -> str:
-    """Return the text of an error in the kernels of an implementation, with versions."""
+    """Return the text of an error of an implementation, with the versions of its packages."""
     versions = []
     for package in _PACKAGES.get(name, ("jax",)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -288,9 +288,9 @@ def _is_own_bug(error: Exception, path: str) -> bool:
     """Return True if the import of the module `path` failed because of a bug of jaxnorm.
 
     The import may also fail because a package is missing, or because JAX's private API has changed.
-    A name that is missing in a module of jaxnorm is a bug. (The module `path` itself may be
-    missing.) Any other error that jaxnorm's code raises is a bug if this version of JAX was tested.
-    With another version, it may be a changed function of JAX.
+    A missing name or module of jaxnorm is a bug, except that the module `path` itself may be
+    missing. Any other error that jaxnorm's code raises is a bug if jaxnorm was tested with this
+    version of JAX. With an untested version, the cause may be a change in JAX.
     """
     if isinstance(error, ImportError):
         place = error.name if error.name != path else None

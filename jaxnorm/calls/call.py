@@ -31,11 +31,12 @@ Run = Callable[..., list[jax.Array]]
 
 # Calls are interned, so identical layers of a model share one object and its cached properties.
 _once = functools.lru_cache(maxsize=4096)
-# All calls that exist. `_once` forgets calls that were not used for a while, but a jaxpr, for
-# example, may still have them.
+# All existing calls. `_once` evicts calls that were not used recently, but a jaxpr may still refer
+# to them. An equal call that is created later must be the same object.
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], "Call"] = weakref.WeakValueDictionary()
 
-# Maps the options that printed jaxprs show, unless they have their defaults, to their names there.
+# Maps options to the names that printed jaxprs show. `saved` is always shown, every other option
+# only if it differs from its default.
 _SHOWN = {
     "saved": "save",
     "activation": "activation",
@@ -96,8 +97,8 @@ class Call:
         implementation: Name | None,
     ) -> "Call":
         """Return the call of an operation's forward pass. `dtypes` are the dtypes of x and of y."""
-        # `op` would be None if the function did not have the requested variant, such as several
-        # labels. The callers have checked that it has this variant.
+        # `op` is None if the function lacks a variant, such as the one for several labels. The
+        # callers have checked that the function has the variant.
         assert op is not None
         results, options = (*OPERATIONS[op].results,), _of_view(options, view)
         spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options, axes=view.axes)
@@ -152,7 +153,7 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """Return the call that computes norm(x), the norm before the residual is added."""
+        """Return the call of the norm of x that precedes the addition of the residual."""
         return self.replaced(spec=self.spec.first)
 
     @_once
@@ -161,13 +162,13 @@ class Call:
 
         The pass takes tangents of the operands in `wrt`. If this call is a forward pass, the
         tangent pass returns the tangents of all results. If this call is a backward pass, the
-        tangent pass is its transpose: it returns the tangents of exactly those results whose
-        cotangents the backward pass takes.
+        tangent pass is its transpose: it returns the tangents of the results whose cotangents the
+        backward pass takes.
 
         If `takes_h` is True, x counts as a second result, named h. The tangent pass then also
         returns x's tangent. Its transpose, the backward pass, takes one more cotangent, named h,
-        and adds it to the gradient of x. This is for norms that do not add a residual and whose x
-        has a second use, such as a residual branch. The cotangent from this second use is h.
+        and adds it to the gradient of x. This is for norms without a residual addition whose x is
+        also used elsewhere, such as in a residual branch. The cotangent h comes from that use.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -214,11 +215,11 @@ class Call:
     def in_two_passes(self, bind: Run, *arrays: jax.Array) -> list[jax.Array]:
         """Run this call, a result of `with_gradient`, as a forward and a backward pass.
 
-        ``bind(call, *arrays)`` runs a pass. This is the only function that binds primitives while a
-        primitive is lowered: the platform, and thus whether there is one kernel for both passes, is
-        not known before. For 4096 rows of 50264 logits, the two kernels take 0.47 ms on an H100,
-        and the one kernel 0.38 ms. The three matmuls of the linear loss of GPT-2 small (768
-        features) take at least 0.96 ms, so two kernels cost it 5 to 7 %.
+        ``bind(call, *arrays)`` runs a pass. Unlike all other functions, this one binds primitives
+        during lowering. Only then is the platform known, and whether one kernel runs both passes.
+        On an H100, two kernels take 0.47 ms for 4096 rows of 50264 logits, and one kernel takes
+        0.38 ms. In GPT-2 small's linear loss (768 features), the three matmuls take at least
+        0.96 ms, so two kernels make the loss 5 to 7 % slower than one.
         """
         count = len(self.primals)
         forward = self.replaced(wrt=(), gradient_dtype=None).with_stats()
@@ -415,7 +416,10 @@ class Call:
         return self.spec.is_norm and self.as_seen_by(name).norm.scattered
 
     def has_one_kernel(self, name: str) -> bool:
-        """Return True if an implementation has one kernel for the forward and backward pass."""
+        """Return True if the implementation `name` can run both passes of the call in one kernel.
+
+        The two passes are the forward and the backward pass.
+        """
         is_available = backends.implementation(name).both is not None
         return is_available and self.refusal(name) is None
 
@@ -488,8 +492,8 @@ class Call:
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
         """Return the arrays, each in a buffer that is not part of another array's buffer.
 
-        A kernel needs aligned arrays, and a slice of another array may be unaligned. The xla
-        implementation needs no aligned arrays, so for xla the arrays are returned unchanged.
+        A kernel needs aligned arrays, and a slice of another array may be unaligned. Arrays in
+        `_in_place` are returned unchanged. So are all arrays for xla, which needs no alignment.
         """
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
@@ -519,7 +523,10 @@ class Call:
         return [*self._picked(results), *(getattr(gradients, name) for name in spec.wrt)]
 
     def _fields(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
-        """Return the fields of a record of the arrays. All statistics are one field, a tuple."""
+        """Return the arrays as fields of `Operands`, `Residuals` or `Results`, in a dict.
+
+        All row statistics are one field, the tuple ``stats``.
+        """
         by_name: dict[str, Any] = dict(zip(names, arrays))
         statistics = [by_name.pop(name) for name in self.spec.statistics if name in by_name]
         return {**by_name, "stats": tuple(statistics)} if statistics else by_name

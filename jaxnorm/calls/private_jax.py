@@ -55,8 +55,8 @@ def without_unfinished_functions(ctx: Any) -> Iterator[None]:
     """If lowering raises an error in this context, remove the functions that it has not finished.
 
     JAX lowers an inner `jax.jit` to a function of the MLIR module. If an error interrupts this, the
-    function has no end, and the module is invalid. `ctx` is the context of a lowering rule. If it
-    has no table of symbols, nothing is removed, and JAX raises an error for the invalid module.
+    function has no return operation, and the module is invalid. `ctx` is the context of a lowering
+    rule. If it has no table of symbols, nothing is removed, and JAX raises an error for the module.
     """
     symbols = getattr(ctx.module_context, "symbol_table", None)
 
@@ -95,10 +95,10 @@ def accumulators() -> Any:
 def batch_custom_vjps() -> None:
     """Let JAX batch the linearised form of a `jax.custom_vjp` function.
 
-    JAX batches such a function before it linearises it, so its batching rule of the linearised
-    form, the primitive `custom_lin`, only raises an error. If `auto_remat` is inside of `jax.vmap`,
-    which is inside of `jax.grad`, its linear program is batched. If JAX lacks an API that the rule
-    here needs, JAX's error remains (``can't apply forward-mode autodiff``).
+    The linearised form is the primitive `custom_lin`. JAX usually batches such a function first,
+    and linearises it afterwards. So JAX's batching rule of `custom_lin` only raises an error. But
+    `jax.grad` of a `jax.vmap` of `auto_remat` batches the linearised form. If JAX lacks an API that
+    the rule here needs, JAX's error remains (``can't apply forward-mode autodiff``).
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import core
@@ -167,10 +167,10 @@ def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | 
 
 
 def raw_frames(equation: Any) -> list[tuple[CodeType, int]]:
-    """Return the code objects in which an equation was traced, and positions in their bytecode.
+    """Return the stack frames in which an equation was traced, the innermost frame first.
 
-    The innermost one comes first. If JAX lacks the method, the result is empty, and a printed plan
-    of `remat_plan` has no lines with names of arrays.
+    A frame is a pair: a code object, and a position in its bytecode. If JAX lacks the method, the
+    result is empty, and a printed plan of `remat_plan` has no lines with names of arrays.
     """
     trace = equation.source_info.traceback
     with contextlib.suppress(AttributeError):

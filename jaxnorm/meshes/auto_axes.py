@@ -3,11 +3,11 @@
 With `custom_partitioning`, a call has a partitioning rule: each device runs the same call on its
 shard. Without a rule, the partitioner would gather all operands of a kernel on every device.
 
-A lowered program contains this rule only as the address of a Python function, which differs between
-processes. So JAX's persistent compilation cache misses, unless a JAX flag removes such addresses
-from the cache's keys. With that flag, nothing in the key would tell one call from another, for
-example calls with different options. Therefore each call is lowered inside a function whose name
-contains a hash of the call.
+In a lowered program, this rule is only the address of a Python function. The address differs
+between processes, so JAX's persistent compilation cache misses, unless a JAX flag removes such
+addresses from the cache's keys. With that flag, programs whose calls have different options could
+get the same key. Therefore each call is lowered inside a function whose name contains a hash of the
+call.
 """
 
 import functools
@@ -28,8 +28,7 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes.sharding import Factors, Shards
 
-# Modules that compile Triton kernels. They are installed whenever the triton implementation can be
-# imported.
+# Modules that compile Triton kernels. The triton implementation imports them.
 _COMPILERS = ("triton", "jax_triton")
 
 
@@ -73,10 +72,10 @@ def partitioned(
     Args:
       call: the static description of the call. Its `repr` must be the same in every process, and
         must differ between different calls.
-      whole: the function.
+      whole: function of the unsharded operands that returns the results.
       shards: function of the operands' types and the mesh. It returns the sharding of the arrays
         and the function that each device runs.
-      factors: function of the operands. It returns Shardy's sharding rule.
+      factors: function of the operands that returns Shardy's sharding rule.
     """
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -140,7 +139,7 @@ def _sources() -> str:
 def _code_of(folder: Traversable) -> Iterator[bytes]:
     """Yield the contents of all files with code in a folder, which may be in a zip file.
 
-    A package may be installed without its sources, as compiled files next to which no sources are.
+    Compiled files count as code, because a package may be installed without its sources.
     """
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_dir() and entry.name != "__pycache__":

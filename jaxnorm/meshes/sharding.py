@@ -133,11 +133,12 @@ class Layout:
 
 
 def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-    """Return the sharding of a call's arrays, derived from the sharding of x, the first operand.
+    """Return the sharding of a call's arrays, derived from the sharding of the first operand.
 
-    ``run(call, *arrays)`` computes the call on one device's shards. Rows are independent of each
-    other. A parameter's gradient is summed over all devices whose rows use the parameter. If the
-    columns are sharded, row statistics are summed over the devices that have parts of the row.
+    The first operand is x, or a saved array that has x's shape. ``run(call, *arrays)`` computes the
+    call on one device's shards. Rows are independent of each other. A parameter's gradient is
+    summed over all devices whose rows use the parameter. If the columns are sharded, row statistics
+    are summed over the devices that have parts of the row.
     """
     layout = Layout.of(types[0].sharding.spec, call.view)
     if call.view.table:
@@ -187,8 +188,8 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
 
     operands = factors(call.kinds_taken, [a.shape for a in arrays], "p")
     results = factors(call.kinds_returned, [*map(call.view.shape_of, call.kinds_returned)], "g")
-    # Return the names of the axes that must not be sharded. The columns of a rotation are among
-    # them, because a rotation needs both columns of a pair. Shardy requires these names in the
+    # Find the names of the axes that must not be sharded. With a rotation, x's columns are among
+    # them, because each device needs both columns of a pair. Shardy requires these names in the
     # order in which they occur in the rule.
     of_pairs = {f"x{axis}" for axis in call.view.axes} if call.view.table else set()
     names = dict.fromkeys(" ".join(operands).split())
@@ -222,10 +223,10 @@ def run(
 ) -> list[jax.Array]:
     """Return ``whole(*arrays)``, computed on shards if the mesh has Explicit axes.
 
-    Without Explicit axes, `whole` is called. With Explicit axes, `whole` is not used: each device
-    runs another function on its shards, in `jax.shard_map`. ``shards(types, mesh)`` returns this
-    function, and the shardings of its operands and results. `types` are the types of the arrays.
-    `check_vma` is the argument of `jax.shard_map`.
+    Without Explicit axes, `whole` is called. With Explicit axes, each device runs another function
+    on its shards, in `jax.shard_map` (`_on_shards` describes an exception). ``shards(types, mesh)``
+    returns this function, and the shardings of its operands and results. `types` are the types of
+    the arrays. `check_vma` is the argument of `jax.shard_map`.
     """
     avals = [jax.typeof(a) for a in arrays]
     mesh = explicit_mesh(avals)
@@ -250,14 +251,14 @@ def _on_shards(
 ) -> Callable[..., Any]:
     """Return a function that runs `run_shard` on each device's shards, in `jax.shard_map`.
 
-    There is one exception, in a `jax.shard_map` of the user. XLA aborts the process if a nested
-    `jax.shard_map` maps over a mesh axis that precedes one of the user's, and if the mesh also has
-    Auto axes ("Manual axes must be sorted by mesh axis index", jax 0.11.2 to 0.12.0.1). There, the
-    returned function computes `whole`, and XLA's partitioner shards it.
+    There is one exception, inside a `jax.shard_map` of the user. Suppose that the mesh has Auto
+    axes, and that `axes` includes a mesh axis that precedes a Manual mesh axis. XLA would abort the
+    process ("Manual axes must be sorted by mesh axis index", jax 0.11.2 to 0.12.0.1). In this case,
+    the returned function computes `whole`, and XLA's partitioner shards it.
 
     Args:
       run_shard: function of one device's shards of the operands.
-      whole: the same function of the unsharded arrays.
+      whole: function that computes the same results from the unsharded operands.
       mesh: the mesh.
       operands, results: the `PartitionSpec` of each array.
       axes: the mesh axes over which `jax.shard_map` maps; an empty set means all.
@@ -316,10 +317,9 @@ def map_batch(
 
 
 def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
-    """Return a type like x's with another shape, dtype and sharding.
+    """Return the abstract value `x` with another shape, dtype and sharding.
 
-    `x` is an abstract value. `split` has the `PartitionSpec` entry of each axis; it is ignored if
-    the mesh is empty.
+    `split` has the `PartitionSpec` entry of each axis. If the mesh is empty, `split` is ignored.
     """
     sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
@@ -371,10 +371,10 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 def evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
     """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
 
-    Inside `jax.shard_map`, the operands of an equation must vary over the same mesh axes. The
-    types of an inner `jax.jit` do not say over which, so its equations are evaluated inline. The
-    shardings that equations name are those of arrays that the function closes over; they are
-    dropped, because shards have none.
+    Inside `jax.shard_map`, all operands of an equation must vary over the same mesh axes, so they
+    are cast. The equations of an inner `jax.jit` are evaluated inline, because its types do not
+    include these mesh axes. Shardings in the parameters of equations come from arrays that the
+    traced function closes over. They are dropped, because a shard has no sharding.
     """
     jaxpr = program.jaxpr
     values: dict[Any, Any] = dict(

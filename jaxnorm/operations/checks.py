@@ -140,9 +140,9 @@ def _array(function: str, name: str, value: Any, kind: _Kind, also: str = "") ->
 def _conversion(name: str, value: Any, dtype: str) -> str:
     """Return a text that says how to convert `value` to an array of dtype `dtype`, for an error.
 
-    The text is "" if no conversion works, or if each loses a part of the value: the conversion of
-    complex numbers warns. Conversions are tried with float32, because Python converts anything to a
-    boolean.
+    The text is "" if no conversion works without a warning. (A conversion of complex numbers warns,
+    because it drops the imaginary parts.) Conversions are tried with float32 instead of `dtype`,
+    because a conversion to bool works for any value.
     """
     for text, convert in (
         (f"{name}.astype(jnp.{dtype})", lambda: value.astype(np.float32)),
@@ -284,8 +284,8 @@ def same_shape(
 ) -> None:
     """Raise ValueError unless an array has the shape `expected`.
 
-    `why` is a text that says in the error what this shape is. `also` is a text with a way to fix
-    the error that neither broadcasts nor reshapes the array.
+    In the error, the text `why` describes the expected shape. `also` is a suggestion for arrays
+    that can be neither broadcast nor reshaped to it.
     """
     if shape == expected:
         return
@@ -301,8 +301,8 @@ def same_shape(
 def reshaping(name: str, shape: tuple[int, ...], *targets: tuple[int, ...]) -> str:
     """Return a text that says how to reshape an array so that it fits a shape, for an error.
 
-    `shape` is the array's shape. `targets` are the shapes to which it may broadcast without new
-    axes. The text is "" if no axes of size 1 can be inserted or removed so that the array fits.
+    `shape` is the array's shape. The array must broadcast to one of the shapes `targets` without
+    new axes. Only axes of size 1 are inserted or removed. If that is not enough, the text is "".
     """
     sizes = [size for size in shape if size != 1]
     for target in targets:
@@ -315,7 +315,7 @@ def reshaping(name: str, shape: tuple[int, ...], *targets: tuple[int, ...]) -> s
 
 
 def _array_named(name: str) -> str:
-    """Return an expression for the argument as an array. Labels and masks may be lists."""
+    """Return code for an error: the argument `name`, converted to an array if it may be a list."""
     return f"jnp.asarray({name})" if name in ("labels", "where") else name
 
 
@@ -450,8 +450,8 @@ def broadcastable(
 ) -> jax.Array:
     """Prepend axes of size 1 to `array`, so that it has as many axes as `shape`.
 
-    Raise ValueError if the array does not broadcast to `shape`. `of` says whose shape `shape` is,
-    such as "x's". It is a part of the error's text.
+    Raise ValueError if the array does not broadcast to `shape`. In the error, `of` says whose shape
+    `shape` is, such as "x's".
     """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):
@@ -474,8 +474,8 @@ def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
 def matrix(function: str, name: str, view: RowView) -> None:
     """Raise ValueError unless x has at least two axes and only the last one is normalised.
 
-    `name` is the name of the option that needs such an x, for the error text. The only option so
-    far is "causal": a causal mask needs an axis of rows and an axis of columns.
+    `name` is the name of the option that needs such an x, for the error. The only such option is
+    "causal": a causal mask needs an axis of rows and an axis of columns.
     """
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
@@ -530,8 +530,8 @@ def finite_in(
 ) -> None:
     """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
-    Unless `underflow` is True, also raise it for numbers other than 0 that are 0 after the cast.
-    `dtype` is the dtype of the arithmetic. `numbers` maps the names of options to their values.
+    If `underflow` is False, also raise it for a nonzero number that the cast rounds to 0. `dtype`
+    is the dtype of the arithmetic. `numbers` maps the names of options to their values.
     """
     for name, value in numbers.items():
         with np.errstate(over="ignore", under="ignore"):

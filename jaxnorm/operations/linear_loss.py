@@ -1,7 +1,7 @@
-"""The functions that compute named losses of a linear layer's outputs without storing all logits.
+"""Cross-entropy, log-probability and divergence of a linear layer, without storing all logits.
 
-`linear_loss_any` has the loss of any function. All of them share `layer_of`, which checks the
-operands of the matmul, and `bound`, which binds the primitives.
+The module `linear_loss_any` computes any other loss. All of these functions share `layer_of`, which
+checks the operands of the matmul, and `bound`, which binds the primitives.
 """
 
 from typing import Any, get_args
@@ -370,7 +370,7 @@ def linear_kl_divergence(
     return _of_loss(_KL, layer, jax.lax.stop_gradient(teacher), others, dtypes, **options)[0]
 
 
-#: The operands of a linear layer, and the dtypes of its matmul: of the operands, and of the logits.
+#: A dict of a linear layer's operands, and two dtypes: of its matmul's operands, and of the logits.
 Layer = tuple[dict[str, jax.Array], tuple[np.dtype, np.dtype]]
 
 
@@ -417,7 +417,7 @@ def _of_loss(
       layer: the linear layer.
       operands: the operands that only this function has: labels, or the teacher's layer.
       arguments: the public function's ``where``, ``logits_scale``, ``reduction`` and ``chunk``.
-      teacher: the dtypes of the teacher's matmul.
+      teacher: the dtypes of the operands and of the result of the teacher's matmul, or `()`.
       implementation: the public function's argument.
       options: fields of `LossOptions`.
     """
@@ -455,7 +455,11 @@ def bound(
     chunk: int | None,
     teacher: np.dtype | None = None,
 ) -> list[jax.Array]:
-    """Bind the primitive of a linear loss. `others` are its operands besides those of the layer."""
+    """Bind the primitive of a linear loss, and return its results.
+
+    `others` maps names to the operands that are not in `layer`; absent ones are None. `teacher` is
+    the dtype of the operands of the teacher's matmul, if there is a teacher.
+    """
     checks.one_of(function, "reduction", reduction, get_args(Reduction))
     arrays = layer[0] | {name: a for name, a in others.items() if a is not None}
     traced = [n for n in arrays if n.startswith(("row", "shared")) and is_inexact(arrays[n])]

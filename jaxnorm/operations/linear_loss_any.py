@@ -9,7 +9,7 @@ such as `linear_softmax_cross_entropy`::
     logits = x @ W + b                            for one chunk of rows
     z      = logits, or the results of the loss
     y      = fun(z, *rows)
-    dz, drows, dshared = vjp(fun)(dy)             dshared: gradients of what `fun` closes over
+    dz, drows, dshared = vjp(fun)(dy)             dshared: gradients of closed-over arrays
     dlogits = dz, or the gradient of the loss     in the dtype of the matmul
 """
 
@@ -48,8 +48,8 @@ def linear_loss(
     The function ``fun(logits, *row)`` computes the loss of one position from its logits, an array
     of shape (V,), and from the position's part of each of ``rows``. It runs under `jax.vmap` on the
     logits of one chunk of positions at a time. If ``fun`` calls a loss of jaxnorm, such as
-    :func:`log_prob_and_entropy`, its kernel runs on the chunk. If it passes the logits to this loss
-    only, the call takes as much memory as the linear loss that is made for it.
+    :func:`log_prob_and_entropy`, its kernel runs on the chunk. If ``fun`` uses the logits for
+    nothing else, the call needs as little memory as :func:`linear_log_prob_and_entropy`.
 
     With ``reduction="mean"`` or ``"sum"``, one loop over the chunks computes the loss and, if it is
     differentiated, all gradients. This takes three matmuls. ``"none"`` takes four, because the
@@ -62,15 +62,16 @@ def linear_loss(
         arrays.
       x: array (..., d) with any number of positions; bfloat16, float16, float32 or float64.
       weight: array (d, V); any of these dtypes.
-      rows: pytrees of arrays whose leading axes are the positions, the axes of x without the last.
-        Arrays of labels, advantages, or a teacher's hidden states are examples.
+      rows: pytrees of arrays. The leading axes of each array are the axes of x without the last,
+        which index the positions. Examples are labels, advantages and a teacher's hidden states.
       bias: array (V,), any of these dtypes; or None.
       where: None, or a boolean mask of positions, or float weights of positions (which have no
         gradient). It has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it is
         False or 0, x and rows are ignored, even if they are NaN, and their gradients are 0.
       reduction: ``"mean"``: ``sum(where * loss) / sum(where)``, or 0 if the denominator is 0;
-        ``"sum"``: ``sum(where * loss)``; or ``"none"``: the results of all positions. Floats are
-        multiplied by ``where``. Integers and booleans are 0 or False where ``where`` is 0.
+        ``"sum"``: ``sum(where * loss)``; or ``"none"``: the results of all positions. With
+        ``"none"``, floats are multiplied by ``where``. Integers and booleans become 0 or False at
+        positions where ``where`` is 0.
       chunk: number of positions in a chunk, at least 1; on a mesh, this counts the positions of one
         device. None lets jaxnorm choose as :func:`linear_softmax_cross_entropy` does for float32
         logits. If ``fun`` uses the logits in plain JAX, a chunk has half as many positions, because
@@ -176,7 +177,12 @@ def _traced(
     lead: int,
     reduction: Reduction,
 ) -> tuple[Program, list[jax.Array], Any]:
-    """Trace `fun` for one position. Return the program, what `fun` closes over, and its tree."""
+    """Trace `fun` for one position.
+
+    Return the program, the arrays that `fun` closes over, and the tree structure of `fun`'s result.
+    `leaves` and `tree` are the arrays in ``rows`` and their tree structure. The first `lead` axes
+    of an array in ``rows`` index the positions.
+    """
     trees = []
 
     def run(logits: jax.Array, *leaves: Any) -> list[jax.Array]:
@@ -212,7 +218,10 @@ def _traced(
 
 
 def _program(jaxpr: Any) -> Program:
-    """Return the program of a traced function, in which a jaxnorm loss may take the logits."""
+    """Return the `Program` of a traced function.
+
+    If one jaxnorm loss takes the logits, and nothing else does, the loss is a part of the program.
+    """
     logits, others = jaxpr.invars[0], [*jaxpr.invars[1:], *jaxpr.constvars]
     equations = jaxpr.eqns
 

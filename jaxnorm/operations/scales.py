@@ -110,6 +110,7 @@ def _(function: str, name: str, primals: Any, tangents: Any) -> Any:
 
     if not jax.config.jax_remat3:
         refuse()
-    # In forward mode, `jax.checkpoint` passes arrays of zeros for symbolic zeros (jax 0.12.0.1). So
-    # the tangent is 0, or else NaN. The rules of the primitives add it to the tangents of results.
+    # In forward mode, this `jax.checkpoint` passes arrays of zeros for symbolic zeros (jax
+    # 0.12.0.1). So a tangent of 0 must give 0. Any other tangent becomes NaN, which the primitives'
+    # JVP rules add to the tangents of the results.
     return scale, linear_call(lambda _, t: jnp.where(t == 0, 0, jnp.nan * t), refuse, (), tangent)

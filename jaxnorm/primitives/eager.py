@@ -1,8 +1,8 @@
 """Compilation of calls outside `jax.jit`, so that they spend less time in Python.
 
 Checking a call's arguments in Python takes longer than normalising a small array. So each public
-function is compiled by `jax.jit`, including its checks, and the compiled function is cached. If an
-argument is a tracer without a value, as inside the caller's `jax.jit`, the public function runs
+function is compiled by `jax.jit`, including its checks, and the compiled function is cached. Inside
+the caller's `jax.jit`, arguments are tracers without a value. The public function then runs
 uncompiled, so that no inner `jax.jit` separates the caller's code from the primitive.
 """
 
@@ -49,11 +49,10 @@ def compiled[**P, T](
 
         @functools.cache
         def forms(others: tuple[str, ...]) -> tuple[Any, Any, Any]:
-            """Return three functions for the calls in which the arguments `others` are arrays.
+            """Return three functions for calls whose arguments `others` are arrays.
 
-            `either` has the names of the arguments that may be arrays or numbers. In these calls,
-            the arguments in `others` are arrays, and the other arguments in `either` are numbers.
-            The functions are:
+            `others` is a subset of `either`. The remaining arguments in `either` are numbers in
+            these calls. The functions are:
 
             1. The compiled function.
             2. A function that takes a dict of all arguments and returns the arrays.
@@ -153,8 +152,8 @@ _disabled: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar(
 def unchecked() -> Iterator[None]:
     """Disable JAX's own checks for NaNs and infinities in rules and in plain JAX code of jaxnorm.
 
-    These handle the -inf that a loss saves for masked rows, for which JAX would raise an error. The
-    results of primitives are still checked, by `check`.
+    A loss saves -inf for masked rows, which the rules and the plain JAX code handle. JAX's checks
+    would raise an error for it. The results of primitives are still checked, by `check`.
     """
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     if not (nans or infs):
@@ -176,9 +175,9 @@ def _disabling(checks: tuple[bool, bool]) -> Iterator[None]:
 def check(name: str, names: Sequence[str], results: Sequence[Any]) -> None:
     """Raise FloatingPointError if a result has a NaN or an infinity, and the user checks for it.
 
-    NaNs are checked with ``jax_debug_nans``, infinities with ``jax_debug_infs``. This function is
-    called inside `unchecked`. It ignores results that have no value yet, and the infinities of the
-    statistic ``log_sum``.
+    The user checks for NaNs with ``jax_debug_nans``, and for infinities with ``jax_debug_infs``.
+    This function is called inside `unchecked`. It ignores results that have no value yet, and the
+    infinities of the statistic ``log_sum``.
 
     Args:
       name: name of the primitive.
@@ -206,9 +205,9 @@ def _is_given(a: Any) -> bool:
     """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
     The value of a tracer of `jax.grad` outside `jax.jit` is available, so the result is True for
-    it. If the result is True for all arrays of a call, the caller compiles the call. Compiling
-    calls whose arrays are such tracers saves time: JAX caches the derivative of a compiled
-    function, but traces the derivative of any other function again at each call.
+    it. If the result is True for all arrays of a call, the call is compiled. For such tracers, this
+    saves time: JAX caches the derivative of a compiled function, but traces the derivative of any
+    other function again at each call.
 
     There is one exception. If JAX is configured to check for NaNs or infinities, the result is
     False for all tracers. In a compiled call, this check would raise an error for the -inf that a

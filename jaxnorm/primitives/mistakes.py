@@ -13,8 +13,8 @@ def _named(ours: str, *others: str) -> dict[str, tuple[str, ...]]:
     return dict.fromkeys(others, tuple(ours.split(" or ")))
 
 
-# Maps names of arguments in other libraries to the names of our arguments with this meaning. The
-# first one that a function has is suggested. A name may be followed by its value.
+# Maps names of arguments in other libraries to suggestions: names of our arguments with this
+# meaning. A suggestion may include a value. An error has the first one that fits the function.
 _MEANT = {
     **_named("epsilon", "eps", "norm_eps", "rms_norm_eps", "variance_epsilon"),
     **_named("where", "mask", "attention_mask", "attn_mask", "loss_mask", "padding_mask"),
@@ -40,7 +40,7 @@ _MEANT = {
     **_named("activation", "act", "act_fn", "activation_fn"),
 }
 
-# Other spellings that functions accept, and the documented spelling of these arguments.
+# Maps other spellings that functions accept to the documented names of the arguments.
 _SPELLINGS = {
     "logit_scale": "logits_scale",
     "logits_softcap": "logit_softcap",
@@ -49,7 +49,7 @@ _SPELLINGS = {
 
 
 def respelled[T](function: str, ours: Collection[str], options: Mapping[str, T]) -> dict[str, T]:
-    """Return the options of a call under their documented names.
+    """Return the options of a call, a dict, with documented names in place of other spellings.
 
     Raise TypeError if the call has both spellings of an argument.
     """
@@ -70,8 +70,8 @@ def explain(
 ) -> None:
     """Raise a better error than `error` if a call of a public function has one of two mistakes.
 
-    A call with an argument that the function does not have raises TypeError with the name of ours.
-    If arrays that are passed by position would be valid in another order, the error says so.
+    If the function has no argument of a given name, the new error is a TypeError that suggests a
+    name. If the arrays that are passed by position are valid in another order, it says so.
     """
     name, ours = function.__name__, [*inspect.signature(function).parameters]
     for unknown in options.keys() - {*ours}:
@@ -110,8 +110,9 @@ def _order(
 ) -> Sequence[int]:
     """Return an order in which the arrays among `arguments` are valid arguments of the function.
 
-    Arrays of the same shape and dtype stay in their order, if possible. Of the orders that remain,
-    the one with the fewest changes is returned. If no order is valid, the order is unchanged.
+    Element i of the result is the index of the argument to pass in place i. If several orders are
+    valid, orders that do not exchange arrays of the same shape and dtype are preferred, and among
+    these, orders that move few arrays. If no order is valid, the order is unchanged.
     """
     unchanged = range(len(arguments))
     given = [_abstract(a) for a in arguments]

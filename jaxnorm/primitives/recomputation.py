@@ -1,4 +1,4 @@
-"""Derivatives that save only their arguments for the backward pass, and recompute the rest.
+"""Derivatives that save only a function's arguments, and recompute its intermediates.
 
 `recomputed(f, ...)` evaluates f. The backward pass recomputes f's intermediates from f's arguments.
 This needs an optimization barrier: otherwise, XLA would save the intermediates of the forward pass
@@ -17,10 +17,9 @@ these arrays earlier::
     dy = df(select(true, x, 0), ..., *arrays)(tangents)     a primitive, linear in tangents
     df(select(barrier(true, ct), x, 0), ...)^T(ct)          its transpose: the same primitive
 
-`linear_map` binds this primitive. Other JVP rules also use it. If a rule computes ``dy =
+`linear_map` binds this primitive. Other JVP rules also call `linear_map`. If a rule computes ``dy =
 f(residuals, dx)`` in plain JAX, JAX saves the residuals of each operation in f, such as a cast copy
-of a residual. With `linear_map`, JAX saves only `residuals`, and f's intermediates are recomputed
-from them.
+of a residual. With `linear_map`, JAX saves only `residuals`, and f's intermediates are recomputed.
 `jax.checkpoint` around f has the same effect, but under ``jax_remat3`` it has no transpose
 (``RematTraced must implement transpose``, jax 0.11.2 to 0.12.0.1).
 
@@ -56,17 +55,17 @@ Function = Callable[..., jax.Array]
 def with_tangent(rule: tuple[Any, ...], y: jax.Array, *arrays: Any) -> jax.Array:
     """Return y unchanged, and replace its derivative.
 
-    JAX also traces y's own derivative. Nothing uses it, so it is removed from the program. y must
-    have this derivative, because jax 0.11.2 inlines `with_tangent` where it differentiates a scan
-    twice.
+    JAX also traces y's own derivative. Usually nothing uses it, so it is removed from the program.
+    y must be differentiable all the same, because jax 0.11.2 inlines `with_tangent` where it
+    differentiates a scan twice.
 
     Args:
       rule: a function and its first arguments, which are static. The function also takes y, the
         tuple `arrays`, and a tuple of their tangents, in which None stands for a zero. It returns
-        y's tangent, or None for a zero. Its y is the result of `with_tangent`: if it were the
-        argument, JAX would save y twice, for the tangent and for the users of the result.
+        y's tangent, or None for a zero. It gets the y that `with_tangent` returns, not the argument
+        y. Otherwise, JAX would save both arrays, although they are equal.
       y: an array.
-      arrays: the arrays, or None, from whose tangents the tangent of y is computed.
+      arrays: the arrays from whose tangents the tangent of y is computed; some may be None.
     """
     del rule, arrays
     return y
@@ -96,7 +95,7 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 
     f's effects, such as `jax.debug.print`, happen once: derivatives leave them out. This is not
     possible for an `io_callback` with a result, for a write to a `Ref`, and for an effect inside of
-    a `jax.jit` in f. JAX differentiates a function with such an effect and saves its intermediates.
+    a `jax.jit` in f. If f has such an effect, JAX differentiates f and saves its intermediates.
 
     Args:
       f: function of arrays. XLA recomputes only intermediates that f computes from the first of
@@ -121,13 +120,16 @@ def _tangent(
     arrays: Sequence[Any],
     tangents: Sequence[Any],
 ) -> jax.Array | None:
-    """Return the tangent of a program's result; `rows` are the arrays from `start` to `end`."""
+    """Return the tangent of a program's result, as a sum of two terms.
+
+    One term is for the tangents of ``arrays[start:end]``, the rows. The other is for all others.
+    """
     terms = []
     for of_rows in (True, False):
         chosen = [t is not None and (start <= i < end) is of_rows for i, t in enumerate(tangents)]
         if any(chosen):
             f = functools.partial(_tangent_of_some, jaxpr, chosen, start, of_rows)
-            # The bools of both terms differ: of two equal barriers, XLA would keep only one.
+            # Give the two terms different bools, because XLA would merge two equal barriers.
             residuals = [*arrays, np.bool_(of_rows)]
             terms.append(linear_map(f, residuals, *_partition(chosen, tangents)[0], waiting=1))
     return functools.reduce(jnp.add, terms) if terms else None
@@ -139,8 +141,8 @@ def _tangent_of_some(
     """Return the tangent of a program's result along the tangents of some of its arguments.
 
     The operands are the arguments, a bool, and the tangents of the `chosen` arguments. The value of
-    the bool is `is_true`, but XLA may not know it. Everything that depends on the argument with the
-    index `hidden` also depends on the bool.
+    the bool is `is_true`, but a barrier may hide it from XLA. Everything that depends on the
+    argument with the index `hidden` also depends on the bool.
     """
     arrays, (value,), tangents = _split(operands, len(chosen), len(chosen) + 1)
     x = arrays[hidden]
@@ -164,8 +166,8 @@ def linear_map(
 ) -> jax.Array:
     """Return ``f(*residuals, *tangents)``; only `residuals` are saved for its transpose.
 
-    f's intermediates are recomputed from them. f's effects, such as `jax.debug.print`, are left
-    out.
+    The transpose recomputes f's intermediates from `residuals`. f's effects, such as
+    `jax.debug.print`, are left out.
 
     Args:
       f: a function of arrays, linear in `tangents`.
@@ -173,8 +175,8 @@ def linear_map(
       tangents: the arrays in which f is linear.
       waiting: the number of residuals, counted from the last one, that are behind a barrier in the
         transpose. Whatever the transpose computes from them, it computes after the cotangent is
-        available. For the rest, XLA may reuse arrays that the forward pass has computed, which
-        keeps them in memory.
+        available. Intermediates of the other residuals may not be recomputed: XLA may store those
+        of the forward pass, and use them again.
     """
     (result,) = _bind(f, residuals, tangents, waiting, transposed=False)
     return result
@@ -203,9 +205,10 @@ def _bind(
     waiting: int,
     transposed: bool,
 ) -> list[jax.Array]:
-    """Trace f, remove what its results do not need, and bind the primitive.
+    """Trace f, remove equations and operands that its results do not need, and bind the primitive.
 
-    A transpose keeps its effects: they are those of custom backward passes, which run only there.
+    `along` are the arrays in which f is linear. If `transposed` is True, f's effects are kept: they
+    belong to custom backward passes, which run only in a transpose.
     """
     traced = jax.make_jaxpr(f)(*residuals, *along)
     operands = (*traced.consts, *residuals)
@@ -226,10 +229,10 @@ def _bind(
 
 
 def _without_effects(jaxpr: Any) -> Any:
-    """Return a jaxpr without the equations that have effects and no results: prints and the like.
+    """Return a jaxpr without the equations that have effects but no results, such as prints.
 
-    Equations that write to a `Ref` stay, because others read it. They have the index of the `Ref`
-    in their effect.
+    Equations that write to a `Ref` stay, because other equations read it. They are recognised by
+    the attribute `input_index` of their effect.
     """
 
     def is_needed(equation: Any) -> bool:
@@ -278,8 +281,8 @@ def _transpose(
     if all(isinstance(ct, ad.Zero) for ct in cotangents):
         return [None] * len(operands)
     residuals, along = _split(operands, len(operands) - count)
-    # JAX may transpose with respect to some tangents only. The other tangents are known values,
-    # which do not matter.
+    # JAX may transpose with respect to some tangents only. The values of the other tangents are
+    # known, but have no effect on the transpose.
     wanted = [ad.is_undefined_primal(a) for a in along]
     undefined, known = _partition(wanted, along)
 

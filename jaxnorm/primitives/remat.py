@@ -1,11 +1,12 @@
 """The names of residuals for `jax.checkpoint` policies, and the policy `jaxnorm.save_policy`.
 
 JAX has two implementations of `jax.checkpoint`. The default one differentiates a block first, and
-then applies the policy to the names in the derivative. Therefore the JVP rules name the residuals.
+then applies the policy to the names in the derivative. For this one, the JVP rules name the
+residuals.
 
 The new one (``jax_remat3``) applies the policy while it evaluates the block, before any JVP rule
-runs. So it does not see names in JVP rules. Therefore each forward primitive also has a
-rematerialisation rule. The rule consists of two functions::
+runs. So names in JVP rules have no effect. For this one, each forward primitive has a
+rematerialisation rule. The rule provides two functions::
 
     forward     call(*primals)       runs the forward pass, names its residuals, and saves the
                                      residuals that the policy accepts
@@ -82,16 +83,16 @@ def named(
     arrays: Sequence[jax.Array],
     name: Callable[[jax.Array, str], jax.Array] = checkpoint_name,
 ) -> list[jax.Array]:
-    """Give the arrays names, to which `jax.checkpoint` policies can refer, and return them.
+    """Give arrays names, to which `jax.checkpoint` policies can refer, and return the arrays.
 
-    `name` is a function of an array and a string, which gives the array this name. Arrays with None
-    in place of a string are returned unchanged.
+    `names` has a name or None for each array. An array with None is returned unchanged. `name` is
+    the function that gives an array its name.
     """
     return [a if n is None else name(a, n) for n, a in zip(names, arrays, strict=True)]
 
 
 def name_of_linear(result: str, a: jax.Array) -> jax.Array:
-    """Give an intermediate array of rms_norm_linear its name, and return it.
+    """Give an intermediate array of rms_norm_linear its name, and return the array.
 
     `jax.checkpoint` policies can refer to the name. `result` says which array `a` is: "h", the sum
     that is normalised, or "z", the input of the activation.

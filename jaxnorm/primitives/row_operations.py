@@ -16,7 +16,7 @@ computes them.
 
 The implementation is chosen when a primitive is lowered, not when a call is traced. During tracing,
 the platform is unknown (the program may run on the CPU of a GPU machine, or be lowered for another
-machine). The number of devices, and whether the program is exported, are unknown as well. Because
+machine). It is also unknown how many devices the program uses, and whether it is exported. Because
 of the late choice, a machine without a GPU never imports or traces a GPU kernel, and programs that
 cannot contain a kernel get plain JAX.
 """
@@ -123,7 +123,7 @@ class _RowRules(Rules[Call]):
     # --------------------------------------------------------------------------- differentiation
 
     def with_residuals(self, call: Call) -> Call | None:
-        # If the outputs of the call include the statistics, it already returns all residuals.
+        # A call whose outputs include the statistics already returns all residuals.
         return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
@@ -225,8 +225,8 @@ class _RowRules(Rules[Call]):
         knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
         moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
         adds = knows and moves and call.spec.operation.may_add_dh and "h" not in call.returns
-        # The user did not request the addition. So if the requested implementation cannot run it,
-        # the call must not fail.
+        # Do not add if the implementation that the user requested cannot add in its kernel. The
+        # call must not fail because of an addition that the user did not request.
         if adds and call.implementation is not None:
             adds = call.backward(call.wrt, ("y", "h")).refusal(call.implementation) is None
         if adds:
@@ -248,8 +248,8 @@ class _RowRules(Rules[Call]):
         """Batch a call: it becomes one call of the same operation with more rows.
 
         The rows of a batch element form a group, and a batched parameter has its own values for
-        each group. A backward pass always returns a gradient of each parameter for each batch
-        element, even if the parameter is not batched; JAX then sums these.
+        each group. A backward pass returns separate gradients of a parameter for each batch
+        element, even if the parameter is not batched. JAX then sums these gradients.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         batched = {kind for kind, dim in zip(call.kinds_taken, dims) if dim is not None}

@@ -1,10 +1,10 @@
 """The differentiation, batching and lowering rules that the JAX primitives of all calls share.
 
 A call has a forward, a tangent and a backward pass, and each pass is a JAX primitive. The tangent
-and the backward pass take residuals, and further operands (tangents or cotangents) in which they
-are linear. As linear functions of these further operands, the tangent and the backward pass are
-transposes of each other. Second-order derivatives also need the derivatives of both passes with
-respect to the residuals. Plain JAX computes them.
+pass takes residuals and tangents, and is linear in the tangents. The backward pass takes residuals
+and cotangents, and is linear in the cotangents. Each of the two is the transpose of the other.
+Second-order derivatives also need their derivatives with respect to the residuals. Plain JAX
+computes these.
 """
 
 import contextlib
@@ -79,12 +79,12 @@ class Pass(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function that runs one pass with a kernel. Lowering it fails if JAX has changed too much.
+    """A function that runs one pass with a kernel. Its lowering may fail with a new version of JAX.
 
     Attributes:
       run: the function.
-      failed: a function that records an error of the lowering, so that `Rules.lowered` returns
-        another function for the pass. If the user requested the kernel, it raises an error.
+      failed: a function that records an error of the lowering. `Rules.lowered` then returns
+        another function for the pass. If the user requested the kernel, `failed` raises an error.
     """
 
     run: Run
@@ -99,7 +99,7 @@ class Rules[P: Pass]:
 
     There are two families. One consists of the softmaxes, losses and norms. The other consists of
     the linear losses, whose logits are the result of a matmul. Each family has a subclass of this
-    class, which defines the first group of these attributes as methods:
+    class. It defines all of the following attributes as methods, except `static`:
 
     Attributes:
       types: takes a pass and the types of its operands; returns the types of the results.
@@ -142,9 +142,9 @@ class Rules[P: Pass]:
     ) -> tuple[list[jax.Array], list[int | None]]:
         """Batch a call. A result that depends on no batched operand gets no batch axis.
 
-        An example is the sum h of a norm whose scale is batched. If a call can compute these
-        results alone, it does so once. Otherwise, the batched call computes them with the others,
-        once for each batch element, and all but the first are dropped.
+        An example is the sum h of a norm whose scale is batched. If a pass can compute these
+        results without the others, it runs once, without the batch. Otherwise, the batched call
+        computes them for each batch element, and only those of the first element are used.
         """
         shapes = [
             (*a.shape[:d], *a.shape[d + 1 :]) if d is not None else a.shape
@@ -174,7 +174,7 @@ class Rules[P: Pass]:
         return results, [None if is_free else 0 for is_free in free]
 
     def _needs(self, call: P, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
-        """Return, for each result of a pass, a bool for each operand: whether it depends on it."""
+        """Return a list for each result: for each operand, True if the result depends on it."""
         avals = [jax.ShapeDtypeStruct(*of_operand) for of_operand in types]
         # The call runs on whole arrays here, whatever mesh the caller has set.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -203,7 +203,7 @@ class Rules[P: Pass]:
         return functools.partial(self.plain_jax, call)
 
     def check_vma(self, call: P) -> bool:
-        """Return the argument of `jax.shard_map` in which a pass runs on shards."""
+        """Return the argument ``check_vma`` of the `jax.shard_map` in which a pass runs."""
         return True
 
     def needs_shards(self, call: P) -> bool:
@@ -399,10 +399,10 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a rule in the same way as `as_jax_calls`.
+    """Adapt a rule to JAX's interface, as `as_jax_calls` does, and change settings while it runs.
 
-    In addition, 64-bit types are enabled while the rule runs, if an array has a 64-bit dtype. JAX's
-    checks for NaNs and infinities are disabled; the results of primitives are still checked.
+    If an array has a 64-bit dtype, 64-bit types are enabled. JAX's checks for NaNs and infinities
+    are disabled, but the results of primitives are still checked.
     """
     return as_jax_calls(eager.unchecked()(with_wide_types(rule)))
 
@@ -414,9 +414,9 @@ _CONSTANTS = {"teacher_logits", "teacher_x", "teacher_weight", "teacher_bias", "
 def _of_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a JVP rule so that it ignores the tangents of constants.
 
-    With ``jax_remat3``, they are arrays of zeros in forward mode. The tangent of ``logits_scale``
-    is then 0, or NaN if the user differentiates the scale. It is added to the tangents of all
-    results.
+    In forward mode with ``jax_remat3``, these tangents are arrays of zeros. The tangent of
+    ``logits_scale`` is then 0, or NaN if the user differentiates the scale. It is added to the
+    tangents of all results, so that they become NaN, too.
     """
 
     def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
