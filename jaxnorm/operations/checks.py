@@ -301,8 +301,8 @@ def same_shape(
 def reshaping(name: str, shape: tuple[int, ...], *targets: tuple[int, ...]) -> str:
     """Return a text that says how to reshape an array so that it fits a shape, for an error.
 
-    `shape` is the array's shape. The array must broadcast to one of the shapes `targets` without
-    new axes. Only axes of size 1 are inserted or removed. If that is not enough, the text is "".
+    `shape` is the array's shape. The reshaped array must broadcast to one of the shapes `targets`
+    without new axes. If inserting and removing axes of size 1 is not enough, the text is "".
     """
     sizes = [size for size in shape if size != 1]
     for target in targets:

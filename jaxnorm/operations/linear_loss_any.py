@@ -49,7 +49,8 @@ def linear_loss(
     of shape (V,), and from the position's part of each of ``rows``. It runs under `jax.vmap` on the
     logits of one chunk of positions at a time. If ``fun`` calls a loss of jaxnorm, such as
     :func:`log_prob_and_entropy`, its kernel runs on the chunk. If ``fun`` uses the logits for
-    nothing else, the call needs as little memory as :func:`linear_log_prob_and_entropy`.
+    nothing else, the call takes as much memory as the linear version of this loss, here
+    :func:`linear_log_prob_and_entropy`.
 
     With ``reduction="mean"`` or ``"sum"``, one loop over the chunks computes the loss and, if it is
     differentiated, all gradients. This takes three matmuls. ``"none"`` takes four, because the

@@ -1,9 +1,9 @@
 """The static description of a call of a linear loss, and the arrays of its passes.
 
-A linear loss computes the logits ``x @ weight + bias``, and from these the results of each row: a
-loss, a divergence, a log-probability and an entropy, or whatever the function that the user passes
-to `linear_loss` returns. Losses may be reduced to their mean or sum. A call has up to three passes,
-forward (``fwd``), tangent (``tan``) and backward (``bwd``)::
+A linear loss computes the logits ``x @ weight + bias``, and from these the results of each row.
+These are a loss; a divergence; a log-probability and an entropy; or the results of the function
+that the user passes to `linear_loss`. Losses may be reduced to their mean or sum. A call has up to
+three passes, forward (``fwd``), tangent (``tan``) and backward (``bwd``)::
 
     pass     reduction    takes                       returns
     fwd      mean, sum    primals                     the mean or sum, and gradients
@@ -11,11 +11,10 @@ forward (``fwd``), tangent (``tan``) and backward (``bwd``)::
     tan      none         residuals, tangents         tangents of the results of rows
     bwd      none         residuals, cotangents       gradients of sum(cotangents * results)
 
-Gradients are those with respect to the operands in `LinearLossCall.wrt`. `keeps` is an attribute of
-`LinearLossCall`, too. The tangent and the backward pass take residuals. These are the primals, and
-the forward results that are listed in `LinearLossCall.kept`. The tangent pass is linear in the
-tangents, and the backward pass is linear in the cotangents. Each of the two passes is the transpose
-of the other.
+`keeps`, `wrt` and `kept` are attributes of `LinearLossCall`. Gradients are those with respect to
+the operands in `wrt`. The residuals are the primals, followed by the forward results in `kept`. The
+tangent pass is linear in the tangents, and the backward pass is linear in the cotangents. Each of
+the two passes is the transpose of the other.
 
 A call has these primals, in this order; only `x` and `weight` are in every call::
 
@@ -23,7 +22,7 @@ A call has these primals, in this order; only `x` and `weight` are in every call
     `weight` (d, V)
     `bias` (V,)
     `where` (...)                 mask or weights of positions
-    further operands of the `Program`
+    the operands of the `Program`, such as `labels`
 
 The logits are computed in chunks of rows, and a `Program` computes a chunk's results.
 """
@@ -60,11 +59,12 @@ OF_LOGITS: dict[Function, OfLogits] = {
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
     "linear_kl_divergence": "kl_divergence",
 }
-#: The kind of an operand or a result. A "row" array has the axes of the rows, and may have further
-#: axes. The last axis of a "columns" array has an element for each class. A "mask" has both. All
-#: rows use a "shared" array. A "total" is a mean or a sum.
+#: The kind of an operand or a result. The first axes of a "row" array are the row axes (the axes of
+#: x except the last one). The last axis of a "columns" array indexes the classes. A "mask" has the
+#: row axes and an axis of classes. All rows use the same "shared" array. A "total" is a mean or a
+#: sum.
 Kind = Literal["x", "weight", "columns", "row", "mask", "shared", "total"]
-#: The kinds of arrays whose leading axes are the row axes (the axes of x except the last one).
+#: The kinds of arrays whose first axes are the row axes.
 OF_ROWS: tuple[Kind, ...] = ("x", "row", "mask")
 _KINDS: dict[str, Kind] = {"x": "x", "weight": "weight", "bias": "columns", "mask": "mask"}
 _KINDS |= {"teacher_weight": "columns", "teacher_bias": "columns"}
@@ -114,7 +114,7 @@ class Program:
 
     @functools.cached_property
     def statistics(self) -> dict[str, Any]:
-        """The results of `loss` alone, and its statistics: names and types."""
+        """A dict from names to types: results and statistics of `loss`; empty if `after` is set."""
         return {} if self.loss is None or self.after is not None else _types(self.loss.with_stats())
 
 
@@ -168,7 +168,11 @@ class LinearLossCall:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the results other than gradients. Integers have no tangents or cotangents."""
+        """Names of the results, without gradients.
+
+        In a tangent or backward pass, these are the results that have tangents or cotangents, so
+        integers are left out.
+        """
         if self.keeps:
             return (*self.program.statistics,)
         types = self.program.results.items()
@@ -296,10 +300,11 @@ class Over(NamedTuple):
     Attributes:
       rows: mesh axes over which the rows are sharded in the loop.
       classes: mesh axes over which the classes are sharded in the loop.
-      moves: for each kind of array that is not sharded like this, the steps of its transfer. A step
-        ``(axis, names, is_exchange)`` is an all-gather of the array's axis over the mesh axes
-        `names`, or an all-to-all: devices exchange their shards of the last axis for shards of the
-        axis `axis`, so that each has fewer rows, but all of their columns.
+      moves: for each kind of array that must be resharded before the loop, its steps. A step is a
+        tuple ``(axis, names, is_exchange)``. Usually, the axis `axis` is all-gathered over the mesh
+        axes `names`. If `is_exchange` is True, the step is an all-to-all: devices exchange their
+        shards of the last axis for shards of the axis `axis`. Each device then has fewer rows, but
+        all columns of these rows.
     """
 
     rows: tuple[str, ...] = ()
@@ -401,28 +406,29 @@ def chunks_of(
     accumulator: int = 0,
     may_hold: bool = True,
 ) -> tuple[int, bool]:
-    """Return the number of rows of each chunk, and whether the call stores the dlogits of all rows.
+    """Return the number of rows of a chunk, and True if the dlogits of all rows are stored.
 
-    If the number does not divide the number of all rows, the first two chunks overlap.
+    dlogits are the gradients of the logits. They overwrite the logits if both have the same dtype.
+    If the number of rows of a chunk does not divide the number of all rows, the first two chunks
+    overlap.
 
     In the following rules, the accumulator is the array in which several chunks accumulate weight's
-    gradient. dlogits are the gradients of the logits, which overwrite the logits if both have the
-    same dtype. The number of rows of a chunk is given by the first rule that applies:
+    gradient. The number of rows of a chunk is given by the first rule that applies:
 
     1. `chunk`, if the user requested a number.
     2. All rows, if their logits and dlogits are no larger than the accumulator, because a single
        chunk needs no accumulator. With 8192 rows, d = 4096 and 128256 classes, one chunk takes 36.6
        ms and 2.14 GB, and two chunks take 40.8 ms and 2.20 GB (H100).
-    3. max(2048, d), if the logits of so many rows take at most 1 GiB. If a logit has twice as many
-       bytes as an element of the matmuls' operands, d is replaced by d / 2. Larger chunks take more
-       memory. Smaller chunks take more time, because each chunk loads and stores the accumulator.
+    3. max(2048, d), if the logits of this number of rows take at most 1 GiB. If a logit has twice
+       the bytes of an element of the matmuls' operands, d is replaced by d / 2. Larger chunks take
+       more memory. Smaller chunks take more time: each chunk loads and stores the accumulator.
     4. The largest number of rows whose logits take at most 1 GiB, but at least 512.
 
     With rule 3 or 4, a call whose dlogits cannot overwrite the logits may store the dlogits of all
-    rows. It then needs no accumulator, and takes one matmul for dx and one for dW. It must not take
-    more memory than a call that does not store all dlogits: the accumulator, and the logits and
-    dlogits of one chunk. If it would, chunks of half as many rows are tried, because their logits
-    take less memory.
+    rows. It then needs no accumulator, and takes one matmul for dx and one for dW. It does so only
+    if all dlogits and one chunk's logits take no more memory than the alternative: the accumulator,
+    and the logits and dlogits of one chunk. If they take more, chunks of half as many rows are
+    tried, because their logits take less memory.
 
     Storing all dlogits is faster than an accumulator even with the smaller chunks. For 8192 rows,
     d = 2048 and 128256 classes, forward and backward pass of a log-probability take 27.7 ms with

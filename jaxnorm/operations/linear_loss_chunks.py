@@ -1,6 +1,6 @@
 """The passes of the linear losses, each computed in chunks of rows.
 
-A chunk takes up to three matmuls, which XLA computes:
+A chunk takes up to three matmuls, which XLA computes. dlogits are the gradients of the logits:
 
     logits = x @ W + b        stored for the current chunk only
     dx     = dlogits @ W^T    written into the chunk's rows of an array for all rows
@@ -19,14 +19,14 @@ user requests. 16-bit logits halve the memory traffic of each pass over them, an
 their buffer. For log-probabilities, logits are float32. If logits z were rounded to 16 bits, their
 differences would have errors of about 2^-9 * |z|.
 
-dlogits are the gradients of the logits, in the dtype of the matmuls' operands. They include all
-factors: 1 / n, `logits_scale`, and the loss weight or the cotangent of each row. So the matmuls
-write dx and dW in their own dtypes, and no other pass over dx and dW is needed.
+dlogits have the dtype of the matmuls' operands. They include all factors: 1 / (sum of the weights)
+for a mean, `logits_scale`, and the loss weight or the cotangent of each row. So the matmuls write
+dx and dW in their own dtypes, and no other pass over dx and dW is needed.
 
-In float16, small dlogits would underflow (below 6e-8). In this dtype, each row of dlogits is
-therefore divided by a power of two, the magnitude of the row's factors, or of its largest element
-if plain JAX computes it. This division is undone in float32. For dx, the row of dx is multiplied by
-the power of two. For dW, the row of x is multiplied by it before the matmul.
+In float16, small dlogits would underflow (below 6e-8). Therefore, each row of float16 dlogits is
+divided by a power of two: the magnitude of the row's factors or, if plain JAX computes the row, of
+its largest element. This division is undone in float32. For dx, the row of dx is multiplied by the
+power of two. For dW, the row of x is multiplied by it before the matmul.
 """
 
 import dataclasses
@@ -157,8 +157,9 @@ class Chunks:
         if head.teacher is not None:
             of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
             self.given |= {"teacher_weight": of_teacher}
-        # A row of a chunk has the logits of the student. For a divergence, it also has those of the
-        # teacher; if plain JAX computes the gradient, it has the gradient in the logits' dtype.
+        # Count a chunk's arrays of the logits' shape and dtype. Besides the logits, there is a
+        # second one for a divergence (the teacher's logits), and if plain JAX computes the
+        # gradient of the logits (this gradient).
         copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
         # If `holds_dlogits` is True, the dlogits of all rows are stored. If it is False, the
         # dlogits of a chunk may overwrite its logits.
@@ -260,8 +261,8 @@ class Chunks:
         """Number of additional bytes that several chunks need to accumulate weight's gradient.
 
         Several chunks need an array of weight's shape in the dtype of the sum. The number is the
-        size of this array, or 0 if a single chunk would need the same array. A single chunk needs
-        it in two cases:
+        size of this array. It is 0 if the gradient is not computed, or if even a single chunk needs
+        such an array. A single chunk needs it in two cases:
 
         * The gradient has the dtype of the sum. Then the array becomes the gradient itself.
         * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
@@ -294,7 +295,7 @@ class Chunks:
         return {n: jnp.zeros((self.rows, *types[n].shape), types[n].dtype) for n in names}
 
     def masked(self, y: jax.Array) -> jax.Array:
-        """Multiply an array with an element for each row by ``where``."""
+        """Multiply each row's part of an array by the row's ``where``; masked rows become 0."""
         if self.where is None or self.counted is None:
             return y
         if self.where.dtype != bool and is_inexact(y):
@@ -313,9 +314,9 @@ class Chunks:
     def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
         """Return the logits of a chunk, and the other operands of a traced function.
 
-        In a traced function, a masked row has the arrays of a row that counts. So the function has
-        no NaN in a masked row that it does not have in other rows: the gradients of shared arrays
-        are sums over all rows.
+        For a traced function, the arrays of a masked row are replaced by those of an unmasked row.
+        Otherwise, a NaN in a masked row would spread to the gradients of shared arrays, which are
+        sums over all rows.
 
         Args:
           rows: the rows of the chunk.
@@ -335,7 +336,7 @@ class Chunks:
         return logits, dict(zip(arrays, others))
 
     def results(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> Carry:
-        """Return the results of a chunk's rows and, if `keeps` is set in the call, statistics."""
+        """Return the results of a chunk's rows; if the call has `keeps=True`, also statistics."""
         program, sources = self.head.program, [logits[:, : self.classes]]
         if program.loss is not None:
             call, operands = self.loss(rows, logits, arrays)
@@ -348,12 +349,15 @@ class Chunks:
     def derivative(
         self, rows: "Rows", cotangents: Sequence[jax.Array]
     ) -> tuple[Any, jax.Array, Any, Carry]:
-        """Return the first result of a chunk's rows, and the gradients of its logits and operands.
+        """Return a result of a chunk, the gradient of its logits, its divisors and other gradients.
 
-        If the forward pass saved results, the first result is None. The gradient of the logits has
-        the dtype of the matmuls' operands. In float16, each of its rows has been divided by a power
-        of two, the third of the returned values, so that small gradients do not underflow. The
-        gradients of the operands of a traced function are in a dict.
+        The four returned values are:
+
+        1. The first result of the chunk's rows; None if the forward pass saved results.
+        2. The gradient of the logits, in the dtype of the matmuls' operands.
+        3. The powers of two by which the rows of a float16 gradient have been divided, so that
+           small elements do not underflow; 1 for other dtypes.
+        4. A dict of the gradients of a traced function's operands.
         """
         program, loss = self.head.program, self.head.program.loss
         logits, arrays = self.of_chunk(rows, self.given)
@@ -368,14 +372,17 @@ class Chunks:
                 return [y for y in function(values[: len(of)], others) if is_inexact(y)]
 
             ys, pullback = jax.vjp(inexact, *of, *wanted.values())
-            # Rows that also belong to the next chunk count there.
+            # Rows that also belong to the next chunk are counted there, so mask them here.
             cts = [rows.unmasked(ct).astype(y.dtype) for ct, y in zip(cotangents, ys)]
             gradients = pullback([*sharding.vary_alike([*ys, *cts])[len(ys) :]])
             of_arrays = [*map(rows.unmasked, gradients[: len(of)])]
             return [ys[0], of_arrays, dict(zip(wanted, gradients[len(of) :]))]
 
         def divided(arrays: Sequence[jax.Array], factor: Any = 1) -> tuple[Any, Any]:
-            """Divide the rows of arrays by powers of two, if the matmuls are float16."""
+            """Return the arrays with rows divided by powers of two, and these powers.
+
+            Unless the matmuls are float16, return the arrays unchanged, and 1.
+            """
             if self.dtype.name != "float16":
                 return arrays, 1
             of_rows = jnp.concatenate([jnp.abs(a).reshape(rows.size, -1) for a in arrays], -1)
@@ -589,7 +596,7 @@ def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Car
 def _powers_of_two(sizes: jax.Array) -> jax.Array:
     """Round positive numbers down to powers of two.
 
-    Zeros, infinities and NaNs become the largest of the others, or 1 if there are no others.
+    Zeros, infinities and NaNs become the largest of these powers, or 1 if there is none.
     """
     counts, info = jnp.isfinite(sizes) & (sizes > 0), jnp.finfo(sizes.dtype)
     sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)

@@ -43,11 +43,16 @@ class LossRules(Rules[LinearLossCall]):
     plain_jax = on_shard = staticmethod(linear_loss_chunks.run)
 
     def check_vma(self, head: LinearLossCall) -> bool:
-        # The equations of a traced function do not say over which mesh axes arrays vary.
+        # A traced function cannot be checked: its equations do not include the mesh axes over which
+        # arrays vary.
         return head.program.after is None
 
     def lower(self, head: LinearLossCall, ctx: Any, *arrays: Any) -> Any:
-        """Lower a pass; inside the user's `jax.shard_map`, without the mesh axes of types."""
+        """Lower a pass.
+
+        Inside the user's `jax.shard_map`, the types of operands include the mesh axes over which
+        they vary. Remove these mesh axes first.
+        """
         plain = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in]
         return super().lower(head, ctx.replace(avals_in=plain), *arrays)
 
@@ -90,8 +95,7 @@ class LossRules(Rules[LinearLossCall]):
 
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         # Compute all gradients. When a `jax.checkpoint` policy decides which gradients are saved,
-        # JAX does not know yet which gradients are used. Unused ones are removed later as dead
-        # code.
+        # it is still unknown which gradients are used. Unused ones are removed later as dead code.
         is_total = head.reduction != "none" and not head.wrt
         return head.with_gradients(head.differentiable) if is_total else None
 
@@ -205,7 +209,7 @@ class LossRules(Rules[LinearLossCall]):
         # of d stay in order.
         of_weight = [name for name in sum(stored, ()) if name not in features]
         for name in (*of_weight, *reversed(features)):
-            # Shard the first axis of the rows whose size the number of shards divides.
+            # Shard the first row axis whose size is a multiple of the number of shards.
             splits = ((*names, name) for names in rows)
             divides = [not n % _devices(mesh, names) for n, names in zip(x.shape, splits)]
             if any(divides) and name not in (*sum(rows, ()), *classes):
@@ -261,8 +265,8 @@ class LossRules(Rules[LinearLossCall]):
 def _of_axes(of: dict[str, Any], kind: str, shape: Sequence[int], others: Iterator[Any]) -> Any:
     """Return a list with an entry for each axis of an array of this kind and shape.
 
-    `of` has the entries of the first and of the last axes, and `others` those of further axes. Axes
-    of size 1, along which a mask is broadcast, also have one of `others`.
+    `of` maps a kind to a pair: the entries of its first axes, and those of its last axes. `others`
+    yields the entries of the axes between them, and of axes of size 1 of a mask.
     """
     first, last = of.get(kind, ([], []))
     count = max(0, len(shape) - len(first) - len(last))
@@ -287,13 +291,13 @@ def _gathered_rows(
 
     The row axes of x are all axes except the last. The tuple of a row axis has the mesh axes that
     shard both this row axis and the classes. x is gathered over these mesh axes before the loop.
-    Among all mesh axes that shard the row axis, these must be the last (innermost) ones, so that
-    gathered rows are in order. If they are not, or if weight is smaller than x, weight is gathered
-    instead of x, and all tuples are empty.
+    They must be the last (innermost) of the mesh axes that shard the row axis, so that gathered
+    rows are in order. If they are not, or if weight is smaller than x, weight is gathered instead
+    of x, and all tuples are empty.
 
     Args:
       x, weight: types of the arrays.
-      rows: for each row axis of x, the mesh axes that shard it.
+      rows: for each row axis of x, the mesh axes that shard it, the innermost one last.
       classes: the mesh axes that shard the classes.
       mesh: the mesh.
     """

@@ -163,7 +163,7 @@ def filled_softmax(
 def _softmax_of(function: str, options: SoftmaxOptions, x: ArrayLike, *arguments: Any) -> jax.Array:
     """Check the arguments of a softmax, run it, and return its result.
 
-    `arguments` are further arguments of `softmax_call`.
+    `arguments` are the arguments of `softmax_call` after x, in order.
     """
     x = checks.float_array(function, "x", x)
     call, *others = softmax_call(function, options, x, *arguments)
@@ -261,7 +261,8 @@ def attention_weights(
         "softmax", options, logits, -1, where, scale, bias, query.dtype, None
     )
     (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
-    # JAX must see y's own derivative, although it is replaced: it names y for `jax.checkpoint`.
+    # JAX must also trace y's own derivative, although it is replaced: it names y for
+    # `jax.checkpoint` policies.
     return with_tangent((_narrow_tangent, call, precision), y, query, key, mask, bias)
 
 
@@ -289,10 +290,10 @@ def logits_of(
 def _narrow_tangent(
     call: Call, precision: Any, y: jax.Array, arrays: Sequence[Any], tangents: Sequence[Any]
 ) -> jax.Array | None:
-    """Return the tangent of attention weights, computed from those of query, key and bias.
+    """Return the tangent of attention weights, given the tangents of query, key and bias.
 
-    Its transpose computes the logits' cotangent in the dtype of the query. With the derivative of
-    the matmul and the softmax, it would be float32.
+    Its transpose computes the logits' cotangent in the dtype of the query. The usual derivative of
+    the matmul and the softmax would compute it in float32.
     """
     (query, key, mask, bias), (dquery, dkey, _, dbias) = arrays, tangents
     terms = []
