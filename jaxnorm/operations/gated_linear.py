@@ -104,9 +104,9 @@ def gated_linear(
     arguments.
 
     On a mesh, the rows and the axes f and n may be sharded. With Explicit mesh axes, weight is
-    gathered in two cases: its axis f is sharded differently from gate's axis f, or its axis n is
-    sharded over mesh axes that also shard gate. Both cases occur with FSDP. Weight is gathered in
-    the forward pass, and again in the backward pass.
+    gathered if its axis f is sharded differently from gate's axis f. It is also gathered if its
+    axis n is sharded over mesh axes that also shard gate. Both cases occur with FSDP. Weight is
+    gathered in the forward pass, and again in the backward pass.
 
     Raises:
       TypeError: an array does not have a supported float dtype; an option has the wrong type.

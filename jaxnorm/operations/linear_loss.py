@@ -66,7 +66,7 @@ def linear_softmax_cross_entropy(
     rounded to the dtype of the matmuls' operands. Sums over classes and row statistics are float32
     (float64 for float64 logits). The gradient of weight is summed over the chunks in float32 as
     well. For a mean, the gradient of the logits is divided by the number of rows before it is
-    rounded; in float16, the gradients of x and weight are divided instead, in float32.
+    rounded. In float16, the gradients of x and weight are divided instead, in float32.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64. Each row is
@@ -377,7 +377,10 @@ Layer = tuple[dict[str, jax.Array], tuple[np.dtype, np.dtype]]
 def layer_of(
     function: Function, x: Any, weight: Any, bias: Any, dtype: DTypeLike | None, of: str = ""
 ) -> Layer:
-    """Check the operands of a linear layer. `of` is a prefix of their names, such as "teacher_"."""
+    """Check the operands of a linear layer, and return the `Layer`.
+
+    `of` is a prefix of their names, such as "teacher_". `dtype` is the public function's argument.
+    """
     x = checks.float_array(function, f"{of}x", x)
     weight = checks.float_array(function, f"{of}weight", weight)
     checks.features(function, f"{of}x", x.shape, "d")

@@ -87,13 +87,13 @@ def linear_loss(
       front of each array's own axes.
 
     Differentiable with respect to x, weight, bias, floats in ``rows``, and floats that ``fun``
-    closes over, in reverse and forward mode, to any order; gradients have the dtypes of their
-    arguments. The gradient of a chunk's logits is rounded to the matmuls' dtype. The gradients of
-    weight, bias and closed-over arrays are summed over the chunks in float32. The forward pass of a
-    mean or a sum saves only the gradients, as in :func:`linear_softmax_cross_entropy`. With
-    ``"none"``, it saves its operands. If a `jax.vmap` batches weight or an array that ``fun``
-    closes over, the elements of the batch are computed one after another; pass an array as one of
-    ``rows`` to compute them together.
+    closes over. Reverse and forward mode are supported, to any order. Gradients have the dtypes of
+    their arguments. The gradient of a chunk's logits is rounded to the matmuls' dtype. The
+    gradients of weight, bias and closed-over arrays are summed over the chunks in float32. The
+    forward pass of a mean or a sum saves only the gradients, as in
+    :func:`linear_softmax_cross_entropy`. With ``"none"``, it saves its operands. If a `jax.vmap`
+    batches weight or an array that ``fun`` closes over, the elements of the batch are computed one
+    after another. To compute them together, pass the array as one of ``rows`` instead.
 
     On a mesh, the positions and d may be sharded, as in :func:`linear_softmax_cross_entropy`. A
     weight that is sharded along d or V is gathered once, before the loop, and its gradient is

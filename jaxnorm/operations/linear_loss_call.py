@@ -133,9 +133,9 @@ class LinearLossCall:
       program: the computation of the results from the logits.
       primals: the names of the operands of the forward pass; the first are x and weight.
       differentiable: the names of the operands that may have tangents.
-      chunk: the public function's argument.
+      chunk: the public function's argument: the number of rows in a chunk, or None.
       dtypes: the dtype of the matmul's operands, and the dtype of the logits.
-      teacher: the dtype of the operands of the teacher's matmul.
+      teacher: the dtype of the operands of the teacher's matmul; None without a teacher.
       precision: the value that ``jax.default_matmul_precision`` had when the user called the
         function.
       reduction: the public function's argument.
@@ -274,10 +274,10 @@ def matmul_dtypes(
 ) -> tuple[np.dtype, np.dtype]:
     """Return the dtype of the matmul's operands, and the dtype of the logits.
 
-    `x` and `weight` are the dtypes of these arrays, and promote to a common dtype. If the user
-    asked for a dtype with fewer bits, the operands are cast to it. If the user asked for a dtype
-    with more bits, only the logits have it, because a cast of the operands to more bits would not
-    make the matmul more accurate.
+    `x` and `weight` are the dtypes of these arrays, and promote to a common dtype. `asked` is the
+    dtype that the user requested, or None. If it has fewer bits than the common dtype, the operands
+    are cast to it. If it has more bits, the operands keep the common dtype, because a cast to more
+    bits would not make the matmul more accurate.
 
     The logits of a cross-entropy have the requested dtype (by default, the common dtype). The
     logits of the other functions are not rounded: they have the dtype in which the matmul
@@ -317,8 +317,8 @@ def scale(
 ) -> jax.Array:
     """Return the factor that turns the sum of the weighted losses over `axes` into the result.
 
-    It is 1 for a sum, and 1 / (sum of weights) for a mean, or 0 if the weights add up to 0. `over`
-    are the mesh axes over which the weights are sharded.
+    For a sum, it is 1. For a mean, it is 1 / (sum of weights), or 0 if the weights add up to 0.
+    `over` are the mesh axes over which the weights are sharded.
     """
     if reduction == "sum":
         return jnp.ones((), weights.dtype)

@@ -278,8 +278,8 @@ class Chunks:
         """Return the dtype of a device's part of the gradient of an operand.
 
         As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
-        gradients are not rounded, because small ones would underflow: the forward pass of a loss
-        already computes them, before the backward pass multiplies them by the loss scale.
+        gradients are not rounded, because small ones would underflow. The forward pass of a loss
+        computes them, and the loss scale multiplies them only in the backward pass.
         """
         dtype = self.head.gradient_dtype(self.primals[name].dtype)
         if kind(name) == "row" or not (self.over.classes if name == "x" else self.over.rows):
@@ -417,7 +417,7 @@ class Chunks:
         return y, of_logits, sizes, others
 
     def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
-        """Return the call of the jaxnorm loss that takes a chunk's logits, and its operands."""
+        """Return the call of the jaxnorm loss of a chunk's logits, and the call's operands."""
         program, loss, given = self.head.program, self.head.program.loss, self.given
         assert loss is not None
         operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
@@ -450,7 +450,10 @@ class Chunks:
         return results
 
     def product(self, x: jax.Array, weight: jax.Array, bias: Any, dtypes: Any) -> jax.Array:
-        """Return ``x @ weight + bias``. `dtypes` are those of the operands and of the result."""
+        """Return ``x @ weight + bias``.
+
+        `dtypes` has the dtype of the matmul's operands, and the dtype of the result.
+        """
         logits = self.dot(x.astype(dtypes[0]), weight, (1, 0), dtypes[1])
         return logits if bias is None else logits + self.padded(bias, dtypes[1])[None]
 

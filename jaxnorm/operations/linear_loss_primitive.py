@@ -149,8 +149,8 @@ class LossRules(Rules[LinearLossCall]):
         All other batches become one call. If the loss is a mean or a sum, this call returns the
         losses of all rows, which are then averaged or summed for each batch element. If the
         gradient is computed outside of `jax.vmap`, the backward pass of this call takes the
-        cotangents of all batch elements, and returns one gradient of weight, which is summed over
-        the batch. So it needs memory for only one gradient of weight.
+        cotangents of all batch elements. It returns one gradient of weight, summed over the batch.
+        So it needs memory for only one gradient of weight.
         """
         kinds = head.kinds_taken
         parameters = {"weight", "columns", "shared"}

@@ -185,17 +185,19 @@ def checked_call(
 ) -> tuple[Call, dict[str, jax.Array | None], jax.Array | None]:
     """Check the arguments that losses of logits and of linear layers share.
 
-    Return the forward call of the loss of logits, its operands other than logits, and the mask or
-    the weights of positions (or None), by which the function `weighted` multiplies the results.
+    Return three values: the forward call of the loss of logits; the call's operands other than the
+    logits; and the mask or the weights of positions, or None. The caller applies the third value to
+    the results with the function `weighted`.
 
     Args:
       function: name of the public function.
       options: the static arguments of the public function, as the user passed them.
-      view, dtype: the view and the dtype of the logits.
+      view, dtype: the `RowView` and the dtype of the logits.
       where, logits_scale, implementation: the public function's arguments.
       labels: the public function's argument, which divergences do not have.
-      why: a description of the shape of labels, for errors.
-      of: name of the public function of logits, if `function` is a linear loss; else None.
+      why: a description of the expected shape of labels, for errors.
+      of: if `function` is a linear loss, the name of the loss that it applies to the logits; else
+        None.
       takes_classes: True if the function takes a mask of classes.
     """
     wide, candidates = checks.arithmetic_dtype(dtype, options.teacher_dtype or dtype), None
@@ -248,9 +250,9 @@ def checked_labels(
 
     Args:
       function: name of the public function, for errors.
-      of: name of the loss of logits.
+      of: name of the loss that is applied to the logits.
       labels: the public function's argument.
-      view: the view of the logits.
+      view: the `RowView` of the logits.
       why: a description of the expected shape, for errors.
     """
     checks.not_one_hot(function, labels, view.shape, view.axes)
@@ -324,9 +326,9 @@ def masks(
     Args:
       function: name of the public function, for errors.
       where: the argument.
-      view: the view of the logits.
+      view: the `RowView` of the logits.
       dtype: dtype of the arithmetic, to which weights are cast.
-      of: a word in the possessive, such as "labels'", for errors. It names the array to whose shape
+      of: a word in the possessive, such as "labels'". In errors, it names the array to whose shape
         a mask or weights of positions must broadcast.
       takes_classes: True if the function takes a mask of classes.
     """

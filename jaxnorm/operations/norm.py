@@ -16,8 +16,8 @@ from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormOptions, Save
 
-# Maps the name of an operand in the table of operations to the name of the public argument, which
-# errors use. Operands that are not listed have the same name in both places.
+# Maps the name of an operand in `OPERANDS` to the name of the public argument, which errors use.
+# Operands that are not listed have the same name in both places.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
 
 _GATED = "rms_norm_gated"
@@ -39,8 +39,8 @@ def norm_call(
       options: the public function's arguments, as the user passed them. The dtypes of the operands
         in `given` and the field `subtract_mean` are added here.
       x: the array that is normalised, or its shape and dtype.
-      given: a dict from names in the table of operations to the operands that the user has passed:
-        the parameters, and the residual or the gate.
+      given: a dict of the operands that the user has passed besides x: the parameters, and the
+        residual or the gate. The keys are names in `OPERANDS`.
       axis, dtype, implementation: the public function's arguments.
     """
     none = () if function == _GATED else (None,)
@@ -98,7 +98,7 @@ def normalise(
 ) -> list[jax.Array]:
     """Check the arguments of a norm, run it, and return its results.
 
-    `operands` is a dict from names in the table of operations to arrays. A parameter may be None.
+    `operands` is a dict from names in `OPERANDS` to arrays. A parameter may be None.
     `options`, `axis`, `dtype` and `implementation` are the same as for `norm_call`.
     """
     x = checks.float_array(function, "x", x)
@@ -166,7 +166,7 @@ def layer_norm(
         a ``scale`` of 0 and a nonzero bias, these gradients are 0, because x cannot be recovered
         from y. :func:`jaxnorm.check_params` finds such columns. If at most two elements are
         normalised together (one in functions that compute RMSNorm), y does not determine the
-        gradient of x, and x is saved for any value of ``save``.
+        gradient of x. In this case, x is saved for any value of ``save``.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
       activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the

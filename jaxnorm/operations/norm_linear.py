@@ -143,9 +143,9 @@ def rms_norm_linear(
     arguments.
 
     On a mesh, the rows and the axes d and n may be sharded. If x's axis d is sharded, the partial
-    sums of the matmul are all-reduced. Weight is gathered in two cases, both of which occur with
-    FSDP: its axis d is sharded differently from x's axis d, or its axis n is sharded over mesh axes
-    that also shard x.
+    sums of the matmul are all-reduced. Weight is gathered if its axis d is sharded differently from
+    x's axis d. It is also gathered if its axis n is sharded over mesh axes that also shard x. Both
+    cases occur with FSDP.
 
     Raises:
       TypeError: an array does not have a supported float dtype; an option has the wrong type.

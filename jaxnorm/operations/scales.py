@@ -47,8 +47,8 @@ def of_logits(
       value: the argument that the user passed.
       positions: shape of the logits without the axis of classes.
       dtype: dtype of the arithmetic, to which an array is cast.
-      of: a possessive, such as "labels'", for errors: it names the array that has the shape
-        `positions`.
+      of: a word in the possessive, such as "labels'". In errors, it names the array that has the
+        shape `positions`.
     """
     if not is_array(value):
         return Scale(checks.number(function, "logits_scale", value))

@@ -59,7 +59,7 @@ save_policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES)
 
 
 def names(call: Call) -> list[str | None]:
-    """Return, for each result of a call, its name for policies, or None if it has no name.
+    """Return a list of the results' names for `jax.checkpoint` policies; None for no name.
 
     Three kinds of results have names:
 

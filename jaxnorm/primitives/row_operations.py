@@ -92,8 +92,9 @@ class _RowRules(Rules[Call]):
             # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions.
             # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the
             # computation of attention's mask. On a CPU, the reshape would prevent XLA's loops from
-            # writing results into the buffers of their operands. Sharded arrays must stay as they
-            # are, and so must arrays that would have to be transposed before the reshape.
+            # writing results into the buffers of their operands. Arrays stay as they are if they
+            # are sharded, or would have to be transposed before the reshape. So do the arrays of
+            # calls with separate parameters for groups of rows, a logits bias, or rotary tables.
             view, on_cpu = call.view, platforms[0] == "cpu"
             natural = view.moved or view.has_groups or view.logits_bias or view.table
             stays = call.spec.is_softmax and (on_cpu or call.spec.softmax.causal)
