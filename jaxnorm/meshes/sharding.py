@@ -101,7 +101,7 @@ class Layout:
         return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in split)
 
     def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
-        """Return the view for one device's arrays, given the shape of its shard of x."""
+        """Return the `RowView` of one device's arrays, given the shape of its shard of x."""
         view = self.view
 
         def of_shard(kind: Kind) -> tuple[int, ...]:

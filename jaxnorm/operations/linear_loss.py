@@ -420,7 +420,8 @@ def _of_loss(
       layer: the linear layer.
       operands: the operands that only this function has: labels, or the teacher's layer.
       arguments: the public function's ``where``, ``logits_scale``, ``reduction`` and ``chunk``.
-      teacher: the dtypes of the operands and of the result of the teacher's matmul, or `()`.
+      teacher: the dtype of the operands of the teacher's matmul, and the dtype of its result; `()`
+        without a teacher.
       implementation: the public function's argument.
       options: fields of `LossOptions`.
     """

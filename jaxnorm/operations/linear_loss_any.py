@@ -3,8 +3,8 @@
 The function `fun` that the user passes to `linear_loss` computes the results of one position from
 its logits. It is traced once, and the arrays that it closes over become operands. A pass runs it
 under `jax.vmap` on the logits of one chunk of rows. If `fun` passes the logits to a jaxnorm loss,
-and to nothing else, a chunk takes the same steps as in the function that is made for this loss,
-such as `linear_softmax_cross_entropy`::
+and to nothing else, a chunk takes the same steps as in the linear version of this loss, such as
+`linear_softmax_cross_entropy`::
 
     logits = x @ W + b                            for one chunk of rows
     z      = logits, or the results of the loss
@@ -204,7 +204,8 @@ def _traced(
         return [y.astype(checks.arithmetic_dtype(logits.dtype, y.dtype)) for y in results]
 
     types = [jax.ShapeDtypeStruct(a.shape[lead:], a.dtype) for a in leaves]
-    # Trace without a mesh: types of one position with a mesh would be wrong on a shard.
+    # Trace without a mesh, because the program also runs on shards. There, types that include the
+    # user's mesh would be wrong.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = jax.make_jaxpr(run)(logits, *types)
     jaxpr = traced.jaxpr

@@ -107,7 +107,7 @@ class Program:
 
     @functools.cached_property
     def is_loss(self) -> bool:
-        """True if the results are those of `loss`, unchanged."""
+        """True if the program returns the results of `loss`, unchanged."""
         if self.loss is None or self.after is None:
             return self.loss is not None
         return self.after.jaxpr.outvars == self.after.jaxpr.invars[: len(self.loss.returns)]

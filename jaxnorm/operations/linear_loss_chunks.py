@@ -365,7 +365,7 @@ class Chunks:
         cotangents = [*map(rows.of, cotangents)]
 
         def pulled(function: Callable[..., Any], *of: jax.Array) -> list[Any]:
-            """Return the first result, the gradients of the arrays `of`, and those of `wanted`."""
+            """Return the first result, and the gradients of the arrays `of` and of `wanted`."""
 
             def inexact(*values: jax.Array) -> list[jax.Array]:
                 others = arrays | dict(zip(wanted, values[len(of) :]))
@@ -528,7 +528,7 @@ class Rows:
             places = self.start + jnp.arange(size, dtype=self.start.dtype)
             is_first = places < (index + 1) * size - short
         # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
-        # also belong to the next chunk. None if there cannot be such rows.
+        # also belong to the next chunk. It is None if there are rows of neither kind.
         self.counted = _both(None if chunks.counted is None else self.of(chunks.counted), is_first)
 
     def kept(self) -> Carry:

@@ -266,7 +266,7 @@ def _of_axes(of: dict[str, Any], kind: str, shape: Sequence[int], others: Iterat
     """Return a list with an entry for each axis of an array of this kind and shape.
 
     `of` maps a kind to a pair: the entries of its first axes, and those of its last axes. `others`
-    yields the entries of the axes between them, and of axes of size 1 of a mask.
+    yields the entries of the axes between them, and of a mask's axes of size 1.
     """
     first, last = of.get(kind, ([], []))
     count = max(0, len(shape) - len(first) - len(last))
@@ -311,7 +311,7 @@ def _gathered_rows(
 
 
 def _differentiated(head: LinearLossCall, tangents: Sequence[Any]) -> dict[str, jax.Array]:
-    """Return the nonzero tangents of the operands that can have one, in a dict."""
+    """Return a dict of the nonzero tangents, without operands that are not differentiable."""
     pairs = zip(head.primals, tangents)
     return nonzero((name, t) for name, t in pairs if name in head.differentiable)
 

@@ -111,8 +111,8 @@ def _order(
     """Return an order in which the arrays among `arguments` are valid arguments of the function.
 
     Element i of the result is the index of the argument to pass in place i. If several orders are
-    valid, orders that do not exchange arrays of the same shape and dtype are preferred, and among
-    these, orders that move few arrays. If no order is valid, the order is unchanged.
+    valid, the result exchanges as few arrays of the same shape and dtype as possible. If several
+    such orders remain, it moves as few arrays as possible. If none is valid, nothing is moved.
     """
     unchanged = range(len(arguments))
     given = [_abstract(a) for a in arguments]

@@ -175,8 +175,8 @@ def linear_map(
       tangents: the arrays in which f is linear.
       waiting: the number of residuals, counted from the last one, that are behind a barrier in the
         transpose. Whatever the transpose computes from them, it computes after the cotangent is
-        available. Intermediates of the other residuals may not be recomputed: XLA may store those
-        of the forward pass, and use them again.
+        available. Intermediates of the other residuals are not always recomputed: XLA may store and
+        reuse the intermediates of the forward pass.
     """
     (result,) = _bind(f, residuals, tangents, waiting, transposed=False)
     return result

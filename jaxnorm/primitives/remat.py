@@ -1,12 +1,12 @@
 """The names of residuals for `jax.checkpoint` policies, and the policy `jaxnorm.save_policy`.
 
-JAX has two implementations of `jax.checkpoint`. The default one differentiates a block first, and
-then applies the policy to the names in the derivative. For this one, the JVP rules name the
-residuals.
+JAX has two implementations of `jax.checkpoint`. The default implementation differentiates a block
+first, and then applies the policy to the names in the derivative. It uses the names that the JVP
+rules give to residuals.
 
-The new one (``jax_remat3``) applies the policy while it evaluates the block, before any JVP rule
-runs. So names in JVP rules have no effect. For this one, each forward primitive has a
-rematerialisation rule. The rule provides two functions::
+The new implementation (``jax_remat3``) applies the policy while it evaluates the block, before any
+JVP rule runs. So names in JVP rules have no effect. Instead, each forward primitive has a
+rematerialisation rule, which provides two functions::
 
     forward     call(*primals)       runs the forward pass, names its residuals, and saves the
                                      residuals that the policy accepts

@@ -3,8 +3,8 @@
 A call has a forward, a tangent and a backward pass, and each pass is a JAX primitive. The tangent
 pass takes residuals and tangents, and is linear in the tangents. The backward pass takes residuals
 and cotangents, and is linear in the cotangents. Each of the two is the transpose of the other.
-Second-order derivatives also need their derivatives with respect to the residuals. Plain JAX
-computes these.
+Second-order derivatives also need the derivatives of these two passes with respect to the
+residuals. Plain JAX computes them.
 """
 
 import contextlib
