@@ -138,9 +138,9 @@ class Call:
         """Return a pass that does not compute unused results, as far as possible.
 
         `used` has a bool for each result. If a forward pass returns both y and the sum h, and only
-        one of them is used, the new pass returns only this result. The gradients of rotary tables are
-        left out of a backward pass if they are unused, because no kernel computes them. All other
-        results are computed even if they are unused.
+        one of them is used, the new pass returns only this result. The gradients of rotary tables
+        are left out of a backward pass if they are unused, because no kernel computes them. All
+        other results are computed even if they are unused.
         """
         spec = self.spec
         if spec.returns_tables:

@@ -293,7 +293,7 @@ def matmul_dtypes(
 class Over(NamedTuple):
     """The names of the mesh axes over which the arrays of a linear loss are sharded.
 
-    The sharding of the work in the loop may differ from that of the user's arrays. Before the loop,
+    In the loop, arrays may be sharded differently from the user's arrays. Before the loop,
     x and weight are gathered or exchanged between devices; after it, their gradients are returned
     to the original sharding.
 

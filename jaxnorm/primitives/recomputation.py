@@ -56,8 +56,8 @@ def with_tangent(rule: tuple[Any, ...], y: jax.Array, *arrays: Any) -> jax.Array
     """Return y unchanged, and replace its derivative.
 
     JAX also traces y's own derivative. Usually nothing uses it, so it is removed from the program.
-    y must be differentiable all the same, because jax 0.11.2 inlines `with_tangent` where it
-    differentiates a scan twice.
+    But y must be differentiable, because jax 0.11.2 inlines `with_tangent` where it differentiates
+    a scan twice.
 
     Args:
       rule: a function and its first arguments, which are static. The function also takes y, the

@@ -416,7 +416,7 @@ def _of_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     In forward mode with ``jax_remat3``, these tangents are arrays of zeros. The tangent of
     ``logits_scale`` is then 0, or NaN if the user differentiates the scale. It is added to the
-    tangents of all results, so that they become NaN, too.
+    tangents of all results, so a NaN makes them NaN.
     """
 
     def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
