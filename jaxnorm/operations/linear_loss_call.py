@@ -293,9 +293,9 @@ def matmul_dtypes(
 class Over(NamedTuple):
     """The names of the mesh axes over which the arrays of a linear loss are sharded.
 
-    In the loop, arrays may be sharded differently from the user's arrays. Before the loop,
-    x and weight are gathered or exchanged between devices; after it, their gradients are returned
-    to the original sharding.
+    In the loop, arrays may be sharded differently from the user's arrays. Before the loop, x and
+    weight are gathered or exchanged between devices. After it, their gradients are returned to the
+    original sharding.
 
     Attributes:
       rows: mesh axes over which the rows are sharded in the loop.

@@ -599,7 +599,8 @@ def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Car
 def _powers_of_two(sizes: jax.Array) -> jax.Array:
     """Round positive numbers down to powers of two.
 
-    Zeros, infinities and NaNs become the largest of these powers. Without any power, they become 1.
+    Zeros, infinities and NaNs become the largest of these powers. If there is no such power, they
+    become 1.
     """
     counts, info = jnp.isfinite(sizes) & (sizes > 0), jnp.finfo(sizes.dtype)
     sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)

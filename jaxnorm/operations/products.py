@@ -102,7 +102,7 @@ class Dot:
         )
 
     def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array | None:
-        """Return the sum of the terms of a tangent in the dtype `result`; None without terms.
+        """Return the sum of the terms of a tangent in the dtype `result`; None if there are none.
 
         The terms are results of matmuls, and have the dtype of the matmuls' operands. The sum is
         computed in float32 (or float64). When JAX transposes this sum, it casts the cotangent to
