@@ -1,9 +1,8 @@
-"""jaxnorm reduces the memory that training in JAX, Flax and equinox needs.
+"""jaxnorm makes training in JAX, Flax and equinox need less memory.
 
-`auto_remat` transforms any function so that it saves as little as possible for its backward pass.
-The norms, the softmax, the MLP functions and the linear losses save few arrays. Norms, softmax and
-losses have GPU kernels. ``jaxnorm.linen``, ``jaxnorm.nnx`` and ``jaxnorm.equinox`` have modules
-that use these functions, and convert existing models.
+`auto_remat` lets any function save the least for its backward pass, and its norms, softmax, MLPs
+and linear losses store few arrays and run as GPU kernels. ``jaxnorm.linen``, ``jaxnorm.nnx`` and
+``jaxnorm.equinox`` have modules that use them, and convert existing models.
 """
 
 from jaxnorm.calls.backends import Choice
