@@ -1,7 +1,7 @@
 """jaxnorm makes training in JAX, Flax and equinox need less memory.
 
 `auto_remat` lets any function save the least for its backward pass, and its norms, softmax, MLPs
-and linear losses store few arrays and run as GPU kernels. ``jaxnorm.linen``, ``jaxnorm.nnx`` and
+and losses store few arrays, most of them as GPU kernels. ``jaxnorm.linen``, ``jaxnorm.nnx`` and
 ``jaxnorm.equinox`` have modules that use them, and convert existing models.
 """
 
