@@ -90,7 +90,7 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
     draws = [Draw(rows, {}, {}, seed) for seed in range(2)]
     after = reached(rows, lambda v: v.users)
     for value in program.values:
-        # If an operand depends on logits, but is not in `rows`, it mixes positions, as does `value`.
+        # An operand that depends on logits, but is not in `rows`, mixes positions. So does `value`.
         own = [v for v in value.operands if v in after]
         if own and rows.keys() >= {*own} and value in program.live and value not in rows:
             with contextlib.suppress(*_ERRORS):
