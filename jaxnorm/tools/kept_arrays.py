@@ -314,8 +314,8 @@ def _line(equation: Any) -> str:
     """Return the line of the user's code that creates an equation; "" if it is unknown.
 
     This is the innermost line of the equation's traceback that is outside installed packages. If
-    there is none, it is the innermost line of a package that is not in `_LIBRARIES`, with the name
-    of the package: ``"keras/numpy.py:182 (matmul)"``.
+    all lines are in packages, it is the innermost line of a package that is not in `_LIBRARIES`,
+    with the name of the package: ``"keras/numpy.py:182 (matmul)"``.
     """
     package = ""
     trace = equation.source_info.traceback

@@ -72,7 +72,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """The formula in `references`: that of the function's operation, if it has one."""
+        """The formula in `references`. It has the name of the operation or of the function."""
         name = self.function
         options = {n: value for n, value in self.options.items() if n != "implementation"}
         formula = getattr(references, FUNCTIONS[name].op if name in FUNCTIONS else name)
