@@ -64,8 +64,9 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
     keyword arguments. As in equinox, x has the module's shape, all axes are normalised, and the
     result has x's dtype. Under one or more nested ``jax.vmap``, one kernel processes all rows, in
-    the forward and in the backward pass. If the dtype of x is not a float of 16 to 64 bits, or if x
-    has no axes or no elements, equinox's code runs, and needs as much memory as before.
+    the forward and in the backward pass. If the dtype of x is not a float of 16 to 64 bits,
+    equinox's code runs, and needs as much memory as before. It also runs if x has no axes or no
+    elements.
 
     Args:
       shape: shape of x, weight and bias: an integer or several.
@@ -185,12 +186,12 @@ def convert[Model](
     parameters. If x has fewer bits, fewer gradients can be computed from the output: check the
     model with ``jaxnorm.check_params(model, x.dtype)``.
 
-    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
-    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
-    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. The warning lists these norms
-    and the norms that save their input, with the reasons. If the model has no norms, the warning
-    says so. If all norms were converted, nothing is logged. Modules of jaxnorm's classes keep their
-    own settings.
+    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits. Norms
+    whose class is a subclass of equinox's class and overrides code are not converted either. (A
+    subclass whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. It
+    lists the norms that are not converted and the norms that save their input, with the reasons. If
+    the model has no norms, the warning says so. If all norms were converted, nothing is logged.
+    Modules of jaxnorm's classes keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.

@@ -285,12 +285,12 @@ def converted(
     separately for calls inside and outside the context. So the context may be around calls of
     compiled functions, or inside these functions.
 
-    Flax's code still runs in two cases. First, for calls with ``mask``, ``axis_name``,
+    Flax's code still runs for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits. Second, for norms whose class is a subclass of one of
+    that is not a float of 16 to 64 bits. It also runs for norms whose class is a subclass of one of
     Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
-    context ends, the logger ``"jaxnorm"`` logs a warning that lists the norms that were called in
-    the context but left to Flax, with the reasons, or says that no norms were called. Modules of
+    context ends, the logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in
+    the context but left to Flax, with the reasons; if no norms were called, it says so. Modules of
     jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
     Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
     converted norms.

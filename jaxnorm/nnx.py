@@ -59,7 +59,7 @@ class _RMSNormFields(TypedDict, total=False):
 
 
 class _NormFields(_RMSNormFields, total=False):
-    """The keyword arguments of LayerNorm and GroupNorm. (GroupNorm rejects ``feature_axes``.)"""
+    """The keyword arguments of LayerNorm and GroupNorm; GroupNorm rejects ``feature_axes``."""
 
     use_bias: bool
     bias_init: nnx.Initializer

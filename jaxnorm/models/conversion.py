@@ -31,7 +31,7 @@ def arguments_of[**P](
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Return a decorator that shows the arguments of `base` in the signature of an ``__init__``.
 
-    The decorated ``__init__`` only has ``**fields`` in place of these arguments. The decorator makes
+    The decorated ``__init__`` has ``**fields`` in place of these arguments. The decorator makes
     `inspect.signature` and ``help`` list them, with the defaults of the installed package. The
     keyword arguments of `settings` and of the decorated ``__init__`` are listed as well.
     """

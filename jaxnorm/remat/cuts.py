@@ -2,8 +2,8 @@
 
 The derivative of a program needs some of its values, the residuals. Each value is either saved,
 which costs its bytes, or computed again, which costs seconds and needs the operands of its
-equation. For a given price of a second in bytes, the cheapest choice is a minimum cut of this
-graph, in which values on the side of the source are known and values on the other side are not::
+equation. For a given price of a second in bytes, the cheapest choice is a minimum cut of the graph
+below. Values on the source's side of the cut are known to the backward pass::
 
     source -> equation      price * seconds; infinite if the equation must not run again
     operand -> equation     infinite: an equation that runs again needs its operands

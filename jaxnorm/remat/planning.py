@@ -93,7 +93,7 @@ class Survey:
 
 
 def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]) -> Survey:
-    """Trace the derivative of a function, and return its choices.
+    """Trace the derivative of a function, and return the choices that the function has.
 
     Args:
       region: the region of the whole function.

@@ -31,6 +31,7 @@ from jaxnorm.remat import costs, programs, segments
 from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
 
+# For each input of a region, True if it is differentiated.
 Mask = tuple[bool, ...]
 
 
@@ -109,6 +110,8 @@ class Linearized:
 # region; see `Region._graph`.
 _TIES = 0.05
 
+# A function that returns the pricing of a derivative. Its arguments are the region, the mask, the
+# values of all inputs, and the tangents of the differentiated inputs.
 type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing]
 
 

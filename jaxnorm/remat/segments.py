@@ -24,7 +24,7 @@ _LEAST = 3
 
 
 def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, int], list[Var]]:
-    """Return the segment's index of each value, and the values that cross between segments.
+    """Return the index of each value's segment, and the values that cross between segments.
 
     Only values that depend on a costly operation count as crossing. Others, such as masks and
     rotary tables, are cheap to compute in each segment. The number of segments minimises the bytes

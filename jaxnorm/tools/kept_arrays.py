@@ -56,10 +56,10 @@ class Value:
       local: shape of one device's shard if the array's type includes its sharding; otherwise
         `shape`.
       made_by: name of the primitive that computes the array. If no primitive computes it, this is
-        one of five texts: ``"argument"`` (a constant or an argument of the program), ``"carry"``
-        (an array in the carry of a scan), ``"layer's"`` (the slice that one iteration of a scan
-        gets of a stacked operand), ``"literal"``, or `STACKED` (an array that a scan stacks from
-        the results of its iterations).
+        one of five texts: ``"argument"`` (a constant or an argument of the program); ``"carry"``
+        (an array in the carry of a scan); ``"layer's"`` (the slice of a stacked operand for one
+        iteration of a scan); ``"literal"``; or `STACKED` (an array that a scan stacks from the
+        results of its iterations).
       operands: the operands of the primitive that computes the array.
       source: the user's line, ``"file.py:12 (function)"``; "" if unknown.
       layers: number of times that the program computes the array: the product of the lengths of the

@@ -333,11 +333,11 @@ def _expected(
     """Return the results and gradients of both passes in float64, and bounds on their errors.
 
     Rounding errors have the same effect as small random changes of the operands and cotangents, so
-    the operands are changed several times. The relative size of a change, u, is the unit roundoff
-    of the arrays that the computation stores, plus the roundoff of a float32 sum, whose rounding
-    errors add up like a random walk. The error of a result's element is the root mean square of its
-    changes, plus u times the element, plus u times the root mean square of the result (because
-    terms may cancel in the element). The bound is `_SAFETY` times the error.
+    these are changed several times. The relative size u of a change is the unit roundoff of the
+    arrays that the computation stores, plus the roundoff of a float32 sum. (The rounding errors of
+    a sum add up like a random walk.) The bound for an element of a result is `_SAFETY` times a sum
+    of three terms: the root mean square of the element's changes; u times the element; and u times
+    the root mean square of the result, because terms may cancel in the element.
     """
     both = jax.jit(passes(case.reference))
     constants = {name: given[name] for name in operands.constants}
