@@ -206,7 +206,7 @@ class Report:
         self.own, self.others = dict[str, str](), dict[str, str]()
 
     def function_of(self, kind: type, path: str) -> Callable[..., Any] | None:
-        """Record a module of class `kind`; return what replaces its ``__call__``, or None."""
+        """Record a module of class `kind`; return the function to replace ``__call__``, or None."""
         kind = original(kind)
         self.kinds.add(kind)
         base = next((k for k in self.calls if issubclass(kind, k)), None)
@@ -320,7 +320,7 @@ def _adds_nothing(kind: type) -> bool:
     empty = _empty_subclass(base)
     names = vars(kind).keys() - vars(empty).keys()
     fields, of_empty = (getattr(k, "__dataclass_fields__", {}).keys() for k in (kind, empty))
-    # Annotations without a field, such as of class variables, have no effect.
+    # Annotations that define no field have no effect.
     is_empty = fields == of_empty and all(name.startswith("__annot") for name in names)
     return is_empty and not others
 

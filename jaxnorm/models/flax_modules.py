@@ -31,7 +31,7 @@ Axes = int | Sequence[int]
 
 
 class Place(NamedTuple):
-    """The shapes and axes with which jaxnorm's functions compute a norm of Flax.
+    """The shapes and axes with which jaxnorm's functions compute a norm.
 
     A GroupNorm is computed as a LayerNorm of a reshaped x.
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
-    """Return the `Place` of a norm of an x of this shape.
+    """Return the `Place` of a norm for an x with the given shape.
 
     The result is None if the call must run Flax's code, because the parameters have other axes than
     the normalised ones, or because Flax raises an error for the groups.

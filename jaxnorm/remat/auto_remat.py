@@ -107,7 +107,7 @@ class Planner:
 
 
 class Call:
-    """A call of a function, traced.
+    """A traced call of a function.
 
     Leaves of the arguments and results that are not arrays, such as Python numbers and strings, are
     passed unchanged.

@@ -62,7 +62,7 @@ _RANDOM_BITS = {
 }  # fmt: skip
 # The assumed size of an axis whose size is symbolic (`jax.export.symbolic_shape`).
 _SYMBOLIC = 1024
-# Operations on inner programs that run once.
+# Operations that run an inner program once.
 _CALLS = {"jit", "closed_call", "core_call", "custom_jvp_call", "remat2"}
 
 

@@ -220,7 +220,7 @@ def _unlimited(survey: Survey) -> Point:
 
 
 def _slope(before: _Trial, above: _Trial) -> float:
-    """Return by how many bytes the memory falls for each saved byte less, between two trials."""
+    """Return the decrease of memory between two trials, over the decrease of saved bytes."""
     saved = before.point.bytes - above.point.bytes
     slope = (before.memory - above.memory) / saved if saved > 0 else math.nan
     return slope if 0 < slope < math.inf else 1.0

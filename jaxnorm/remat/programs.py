@@ -25,10 +25,10 @@ class Program:
     """A program without constants or nested calls.
 
     Attributes:
-      inputs: variables of the arguments. The last ones are the constants of the traced program.
+      inputs: variables of the arguments, then of the traced program's constants.
       outputs: variables or literals.
       equations: the equations, in an order in which they can be evaluated.
-      constants: values of the last inputs.
+      constants: values of the traced program's constants.
       template: the traced jaxpr, from which `closed` copies all other fields of a jaxpr.
     """
 

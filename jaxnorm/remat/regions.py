@@ -42,7 +42,7 @@ class Pricing:
     Attributes:
       price: number of bytes that are worth one second of recomputation.
       allow_costly: True if costly operations may run again, to meet a budget.
-      cuts: a dict that maps graphs to choices that replace those of the price.
+      cuts: a dict that maps graphs to fixed choices. For other graphs, the price decides.
       inside: the pricing of regions inside the body of a scan, such as a scan in a layer; None for
         this pricing. If the layer runs again, what they save is in memory only while it runs.
     """
@@ -101,7 +101,7 @@ class Linearized:
     def has_while(self) -> bool:
         """True if a tangent passes through a while loop, which has no backward pass.
 
-        Forward mode in plain JAX then runs one loop for results and tangents.
+        The region then uses forward mode of plain JAX, with one loop for results and tangents.
         """
         return any(costs.contains(e, "while") for e in self.linear)
 

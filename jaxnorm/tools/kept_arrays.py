@@ -142,7 +142,7 @@ class Program:
 
     @functools.cached_property
     def live(self) -> Container[Value]:
-        """The arrays from which results or final carries are computed; others are only saved."""
+        """The arrays on which results, or final carries of scans, depend; others are only saved."""
         ends = [*self._returned, *self._results_of_scans]
         return reached(ends, lambda value: value.operands)
 

@@ -98,11 +98,11 @@ class Loss:
         return options | named if agree(scales, other_scales) else None
 
     def _options(self, value: Value, head: Head) -> tuple[dict[str, str], np.ndarray] | None:
-        """Return the options with which a loss uses `value` in place of logits, and the scales.
+        """Return the options with which a loss computes `value` from logits, and its scales.
 
-        A loss can apply ``cap * tanh(scale * (logits + bias) / cap)`` to the logits of a head, or
-        ``scale * (logits + bias)``. The scales are those of the draws. The result is None if
-        `value` has another form.
+        From the logits of a head, a loss computes ``cap * tanh(scale * (logits + bias) / cap)``
+        or, without a cap, ``scale * (logits + bias)``. The second item of the result is an array
+        with the scale in each draw. The result is None if `value` has another form.
         """
         scales, caps, options = [], [], dict[str, str]()
         for draw in self.draws:

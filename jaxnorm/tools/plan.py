@@ -62,8 +62,8 @@ def implementation_for(
         shard.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
         default device. (A real call uses the platform for which its program is lowered.)
-      arguments: the arguments of the function except x, by name. Arrays, such as ``scale``, may be
-        given as ``jax.ShapeDtypeStruct``. Required arrays may be omitted. A residual or a gate then
+      arguments: the function's arguments after the first one, by name. Arrays, such as ``scale``,
+        may be ``jax.ShapeDtypeStruct``. Required arrays may be omitted. A residual or a gate then
         has the shape and dtype of x, labels are int32, and a weight is square. cos and sin are then
         float32 tables that rotate all columns: for an x of shape (..., length, heads, d), their
         shape is (length, 1, d / 2). The backward pass of the plan computes the gradients of all

@@ -65,9 +65,9 @@ class _Span(NamedTuple):
 def lines(programs: Sequence[Saved]) -> list[Line]:
     """Return lines that name the saved arrays of some programs.
 
-    An array can be named if it is the value of an expression in the user's code. There may be
-    several, such as the operand of ``return`` in a function and a call of this function. The
-    expression that names the fewest bytes of other arrays is chosen.
+    An array can be named if it is the value of an expression in the user's code. It may be the
+    value of several expressions, such as the operand of ``return`` in a function and a call of this
+    function. The expression that names the fewest bytes of other arrays is chosen.
     """
     graphs = [*map(_Calls, programs)]
 
@@ -171,7 +171,7 @@ class _Calls:
         """Return the range of equations that run in one evaluation of an expression.
 
         The range is a pair of indices: the first equation, and the equation after the last one.
-        The expression is number `level` in the chain of equation `i`.
+        The expression has the index `level` in the chain of equation `i`, the innermost first.
         """
         outer = self._chains[i][level:]
         first, last = i, i + 1

@@ -99,7 +99,7 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
 
 
 def sums_classes(user: Value, rows: np.ndarray) -> bool:
-    """Return True if a user of an array with the positions `rows` sums it over its classes."""
+    """Return True if `user` is the sum of an array over its classes; `rows` has its positions."""
     of_classes = {i for i, n in enumerate(stored(rows).shape) if n == 1}
     return user.made_by == "reduce_sum" and of_classes <= {*user.equation.params["axes"]}
 
@@ -197,7 +197,7 @@ class Draw:
         if name in _VIEWS:
             a = self(value.operands[0])
             is_cut = any(m != n and s == 0 for m, n, s in zip(a.shape, value.shape, a.strides))
-            if name == "slice" and is_cut and not is_row:  # it may be any part of the positions
+            if name == "slice" and is_cut and not is_row:  # it may pick some of the positions
                 raise UnknownError(name)
             return _VIEWS[name](value, a)
         if name == "gather" and is_row:
@@ -296,7 +296,7 @@ _ELEMENTWISE = {
     "sinh", "sqrt", "square", "stack", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 
-# Primitives that combine the elements along some axes, and the parameters that name the axes.
+# Parameters that name axes, and primitives that combine the elements along these axes.
 _AXES = {"axes", "axis", "dimension", "dimensions"}
 _ALONG = {
     "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
