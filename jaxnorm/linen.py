@@ -289,8 +289,8 @@ def converted(
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
     that is not a float of 16 to 64 bits. It also runs for norms whose class is a subclass of one of
     Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
-    context ends, the logger ``"jaxnorm"`` logs a warning. It lists the norms that were called in
-    the context but left to Flax, with the reasons; if no norms were called, it says so. Modules of
+    context ends, the logger ``"jaxnorm"`` logs a warning if no norms were called in the context, or
+    if called norms were left to Flax. The warning lists these norms, with the reasons. Modules of
     jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
     Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
     converted norms.
@@ -461,7 +461,7 @@ def dot_product_attention(
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """:func:`flax.linen.dot_product_attention`, computed with :func:`jaxnorm.softmax`.
+    """Compute :func:`flax.linen.dot_product_attention` with :func:`jaxnorm.softmax`.
 
     Pass it to ``linen.MultiHeadDotProductAttention`` as ``attention_fn``. The arguments, the rule
     for masked logits and the dtype of the logits are the same as in Flax. The softmax is computed
