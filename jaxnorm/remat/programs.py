@@ -111,7 +111,7 @@ def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
 
     They are derived from the arrays: a constant or carry has the same number of axes outside and
     inside the body, and a stacked array has one more outside. The equation has parameters with
-    the two numbers, but their names differ between versions of JAX.
+    the two numbers, but these parameters differ between versions of JAX.
     """
     given, carries = (
         sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
