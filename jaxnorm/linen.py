@@ -465,8 +465,8 @@ def dot_product_attention(
 
     Pass it to ``linen.MultiHeadDotProductAttention`` as ``attention_fn``. The arguments, the rule
     for masked logits and the dtype of the logits are the same as in Flax. The softmax is computed
-    in float32 for every dtype. For the backward pass of the softmax, only the attention weights are
-    saved, while :func:`jax.nn.softmax` saves two arrays of their size (unless
+    in float32 (float64 for float64 logits). For the backward pass of the softmax, only the
+    attention weights are saved, while :func:`jax.nn.softmax` saves two arrays of their size (unless
     ``jax_softmax_custom_jvp`` is set).
 
     Args:
