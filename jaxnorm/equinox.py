@@ -29,7 +29,7 @@ _NO_STATE: Any = object()
 
 
 class _Norm(eqx.Module):
-    """Has the fields that jaxnorm's norm modules have and equinox's do not have, and the call."""
+    """A base class with the call, and the fields that jaxnorm's norms add to equinox's norms."""
 
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
@@ -64,8 +64,9 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
     keyword arguments. As in equinox, x has the module's shape, all axes are normalised, and the
     result has x's dtype. Under one or more nested ``jax.vmap``, one kernel processes all rows, in
-    the forward and in the backward pass. If the dtype of x is not a float of 16 to 64 bits, or if x
-    has no axes or no elements, equinox's code runs, and needs as much memory as before.
+    the forward and in the backward pass. If the dtype of x is not a float of 16 to 64 bits,
+    equinox's code runs, and needs as much memory as before. It also runs if x has no axes or no
+    elements.
 
     Args:
       shape: shape of x, weight and bias: an integer or several.
@@ -180,17 +181,17 @@ def convert[Model](
     If a weight is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). The conversion therefore
     examines the values of parameters, and norms with such columns get ``save="input"``. Abstract
-    and traced parameters have no values, so convert a model after its checkpoint is loaded. The
-    fewer bits a norm's output has, the more gradients cannot be computed. The output has the dtype
-    of x. The conversion assumes that x has the dtype of the parameters. If x has fewer bits, check
-    the model with ``jaxnorm.check_params(model, x.dtype)``.
+    and traced parameters have no values, so convert a model after its checkpoint is loaded. A
+    norm's output has the dtype of x, and the conversion assumes that this is the dtype of the
+    parameters. If x has fewer bits, fewer gradients can be computed from the output: check the
+    model with ``jaxnorm.check_params(model, x.dtype)``.
 
-    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits, or if
-    their class is a subclass of equinox's class and overrides code. (A subclass whose body is
-    ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. The warning lists these norms
-    and the norms that save their input, with the reasons. If the model has no norms, the warning
-    says so. If all norms were converted, nothing is logged. Modules of jaxnorm's classes keep their
-    own settings.
+    Norms are not converted if the dtypes of their parameters are not floats of 16 to 64 bits. Norms
+    whose class is a subclass of equinox's class and overrides code are not converted either. (A
+    subclass whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. It
+    lists the norms that are not converted and the norms that save their input, with the reasons. If
+    the model has no norms, the warning says so. If all norms were converted, nothing is logged.
+    Modules of jaxnorm's classes keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that contains modules.
@@ -286,7 +287,7 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _of_class(module: Any, kind: type, added: Mapping[str, Any]) -> Any:
-    """Return an instance of the class `kind` that has the fields of a module and those `added`."""
+    """Return an instance of the class `kind` with a module's fields and the fields in `added`."""
     made: Any = object.__new__(kind)
     for name, value in {**vars(module), **added}.items():
         object.__setattr__(made, name, value)
@@ -360,17 +361,17 @@ def _is_left_to_equinox(norm: Any, x: Any) -> bool:
 def auto_remat[**P, T](fun: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:
     """Return a function with a derivative that saves as few arrays as possible.
 
-    This is :func:`jaxnorm.auto_remat` for functions that are modules, as
-    ``eqx.filter_checkpoint`` is ``jax.checkpoint`` for them: the arrays of ``fun`` itself are
+    It applies :func:`jaxnorm.auto_remat` to functions that are modules, as
+    ``eqx.filter_checkpoint`` applies ``jax.checkpoint``: the arrays of ``fun`` itself are
     differentiated, too.
 
     Args:
-      fun: a function, such as an equinox module, of trees whose leaves may be arrays or not.
+      fun: a function, such as an equinox module. Its arguments are trees with any leaves.
       budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
 
     Returns:
-      A function with the signature and the results of ``fun``. It is a module, whose arrays are
-      those of ``fun``.
+      A function with the signature and the results of ``fun``. It is itself a module, and has the
+      arrays of ``fun``.
 
     Raises:
       TypeError, ValueError: ``budget`` is not valid, as for :func:`jaxnorm.auto_remat`.

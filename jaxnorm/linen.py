@@ -1,6 +1,6 @@
 """Flax linen modules: drop-in replacements of norms, and an attention function.
 
-They save outputs instead of inputs for the backward pass.
+For the backward pass, the norms and the softmax of the attention save outputs instead of inputs.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class _Settings(nn.Module):
-    """The fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
+    """The fields that jaxnorm's norm modules have in addition to the fields of Flax's."""
 
     save: Save = "output"
     implementation: Name | None = None
@@ -237,7 +237,7 @@ def _called(
 
 
 def _operands(norm: Any, x: Any) -> tuple[flax_modules.Place, dict[str, Any], np.dtype]:
-    """Return the place of a norm, its parameters and the dtype of its result.
+    """Return the `Place` of a norm, a dict of its parameters, and the dtype of its result.
 
     The parameters are created in the scope of the module, according to the module's fields.
     """
@@ -285,12 +285,12 @@ def converted(
     separately for calls inside and outside the context. So the context may be around calls of
     compiled functions, or inside these functions.
 
-    Flax's code still runs in two cases. First, for calls with ``mask``, ``axis_name``,
+    Flax's code still runs for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is not a float of 16 to 64 bits. Second, for norms whose class is a subclass of one of
+    that is not a float of 16 to 64 bits. It also runs for norms whose class is a subclass of one of
     Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
-    context ends, the logger ``"jaxnorm"`` logs a warning that lists the norms that were called in
-    the context but left to Flax, with the reasons, or says that no norms were called. Modules of
+    context ends, the logger ``"jaxnorm"`` logs a warning if no norms were called in the context, or
+    if called norms were left to Flax. The warning lists these norms, with the reasons. Modules of
     jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
     Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
     converted norms.
@@ -397,10 +397,10 @@ _CLASSES = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm, nn.GroupNorm: GroupNor
 
 
 def _reasons_in(params: Any) -> dict[tuple[str, str], str | None]:
-    """Return which norms must save their input, by the values in the argument ``params``.
+    """Return which norms must save their input, judged by the values in the argument ``params``.
 
-    The result maps the path of a norm, and the name of the dtype of its output, to the reason why
-    the norm must save its input, or to None.
+    A key of the result is a pair: the path of a norm, and the name of a dtype of its output. The
+    value is the reason why the norm must save its input, or None.
     """
     if not isinstance(params, Mapping):
         raise TypeError(
@@ -423,9 +423,9 @@ def _converted_call(
 ) -> Any:
     """Run a call of one of Flax's norms with jaxnorm's functions, inside `converted`.
 
-    Record the norm if it must save its input. This depends on the values of the parameters. Traced
-    parameters have no values. For them, the decision is taken from `reasons`, which were computed
-    from the user's argument ``params``; None if there is no such argument.
+    Record the norm if it must save its input, which depends on the values of the parameters. For
+    traced parameters, which have no values, the decision is looked up in `reasons`. These were
+    computed from the user's argument ``params``; they are None if it was not passed.
     """
     place, parameters, dtype = _operands(norm, x)
     why = None
@@ -461,12 +461,12 @@ def dot_product_attention(
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """:func:`flax.linen.dot_product_attention`, computed with :func:`jaxnorm.softmax`.
+    """Compute :func:`flax.linen.dot_product_attention` with :func:`jaxnorm.softmax`.
 
     Pass it to ``linen.MultiHeadDotProductAttention`` as ``attention_fn``. The arguments, the rule
     for masked logits and the dtype of the logits are the same as in Flax. The softmax is computed
-    in float32 for every dtype. For the backward pass of the softmax, only the attention weights are
-    saved, while :func:`jax.nn.softmax` saves two arrays of their size (unless
+    in float32 (float64 for float64 logits). For the backward pass of the softmax, only the
+    attention weights are saved, while :func:`jax.nn.softmax` saves two arrays of their size (unless
     ``jax_softmax_custom_jvp`` is set).
 
     Args:
@@ -543,15 +543,15 @@ def auto_remat(
 ) -> Any:
     """Return a module class, or a function of a module, that saves as few arrays as possible.
 
-    This is :func:`jaxnorm.auto_remat` for linen, as ``nn.remat`` is ``jax.checkpoint`` for it. All
-    variables and random numbers of the module are lifted. Parameters of modules without a ``name``
-    are called as with ``nn.remat``, such as ``"CheckpointDense_0"``.
+    It applies :func:`jaxnorm.auto_remat` to linen modules, as ``nn.remat`` applies
+    ``jax.checkpoint``. All variables and random numbers of the module are lifted. Modules without a
+    ``name`` are named as with ``nn.remat``, for example ``"CheckpointDense_0"``.
 
     Args:
       target: a module class, or a function whose first argument is a module.
       budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
       static_argnums: indices of arguments that are passed unchanged; the module has index 0.
-      methods: names of the methods to which it applies; by default, ``__call__``.
+      methods: names of the methods that save fewer arrays; by default, only ``__call__``.
 
     Returns:
       A module class, or a function, with the same parameters and results.
@@ -569,7 +569,7 @@ def auto_remat(
       (2, 8)
     """
     static = [static_argnums] if isinstance(static_argnums, int) else static_argnums
-    # linen does not pass the module to the lifted function.
+    # linen does not pass the module to the lifted function, so the indices are smaller by 1.
     return nn.transforms.lift_transform(
         _lifted, target, budget=budget, static_argnums=[i - 1 for i in static], methods=methods
     )
@@ -578,7 +578,7 @@ def auto_remat(
 def _lifted(
     function: Callable[..., Any], *, budget: int | float | None, static_argnums: Sequence[int]
 ) -> Callable[..., Any]:
-    """Return `auto_remat` of a function of a scope, as `flax.core.lift.checkpoint` does."""
+    """Lift `auto_remat` for a function of a scope, as `lift.checkpoint` does `jax.checkpoint`."""
 
     def inner(
         scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any

@@ -1,6 +1,6 @@
 """Flax nnx modules: drop-in replacements of norms, and an attention function.
 
-They save outputs instead of inputs for the backward pass.
+For the backward pass, the norms and the softmax of the attention save outputs instead of inputs.
 """
 
 import functools
@@ -38,7 +38,7 @@ dot_product_attention.__module__ = __name__  # Users import it from this module.
 
 
 class _RMSNormFields(TypedDict, total=False):
-    """The arguments of RMSNorm that Flax's class has, and those that jaxnorm adds."""
+    """The keyword arguments of RMSNorm: three that jaxnorm adds, then the arguments of Flax."""
 
     save: Save
     implementation: Name | None
@@ -59,7 +59,7 @@ class _RMSNormFields(TypedDict, total=False):
 
 
 class _NormFields(_RMSNormFields, total=False):
-    """The arguments of LayerNorm and GroupNorm. At run time, GroupNorm has no feature_axes."""
+    """The keyword arguments of LayerNorm and GroupNorm; GroupNorm rejects ``feature_axes``."""
 
     use_bias: bool
     bias_init: nnx.Initializer
@@ -67,7 +67,7 @@ class _NormFields(_RMSNormFields, total=False):
 
 
 class _Norm(nnx.Module):
-    """Has the fields that jaxnorm's norm modules have and Flax's norm modules do not have."""
+    """A base class with the fields that jaxnorm's norm modules have in addition to Flax's."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
       (2, 16, 16, 64)
     """
 
-    # `convert` does not set this attribute, so converted modules use this value.
+    # `convert` sets no activation in converted modules, so they have this default.
     activation: Activation | None = None
 
     @conversion.arguments_of(nnx.GroupNorm, _Norm.__init__)
@@ -472,7 +472,7 @@ def _called(
 
 
 def _values(module: Any, *names: str) -> dict[str, jax.Array]:
-    """Return the arrays of those of the named parameters that a module has."""
+    """Return the arrays of the named parameters, without parameters that the module lacks."""
     parameters = {name: getattr(module, name, None) for name in names}
     return {name: parameter[...] for name, parameter in parameters.items() if parameter is not None}
 
@@ -480,13 +480,14 @@ def _values(module: Any, *names: str) -> dict[str, jax.Array]:
 def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:
     """Return a function of modules with a derivative that saves as few arrays as possible.
 
-    This is :func:`jaxnorm.auto_remat` for functions whose arguments contain nnx modules, as
-    ``nnx.remat`` is ``jax.checkpoint`` for them. Updates of their variables, such as statistics of
-    batches and the state of random numbers, are propagated.
+    It applies :func:`jaxnorm.auto_remat` to functions whose arguments contain nnx modules, as
+    ``nnx.remat`` applies ``jax.checkpoint``. Updates of the modules' variables, such as batch
+    statistics and the state of random numbers, are propagated.
 
     Args:
-      f: a function of modules, variables, ``nnx.Rngs``, arrays and other leaves; or a module, or a
-        method of a module, whose variables are also differentiated.
+      f: a function whose arguments contain modules, variables, ``nnx.Rngs``, arrays and other
+        leaves; or a module; or a method of a module. The variables of this module are also
+        differentiated.
       budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
 
     Returns:

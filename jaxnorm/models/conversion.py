@@ -31,9 +31,9 @@ def arguments_of[**P](
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Return a decorator that shows the arguments of `base` in the signature of an ``__init__``.
 
-    The decorated ``__init__`` takes them as ``**fields`` and passes them on. `inspect.signature`
-    and ``help`` then list all of them, with the defaults of the installed version of the package,
-    and the keyword arguments of `settings` and of the decorated ``__init__``.
+    The decorated ``__init__`` has ``**fields`` in place of these arguments. The decorator makes
+    `inspect.signature` and ``help`` list them, with the defaults of the installed package. The
+    keyword arguments of `settings` and of the decorated ``__init__`` are listed as well.
     """
 
     def with_signature(init: Callable[P, None]) -> Callable[P, None]:
@@ -94,7 +94,7 @@ def _values(parameter: Any) -> np.ndarray | None:
     return parameter if is_known else None
 
 
-# The fields that jaxnorm's norm modules have, and Flax's and equinox's do not have.
+# The fields that jaxnorm's norm modules have in addition to the fields of Flax or equinox.
 SETTINGS = ("save", "implementation", "scale_offset")
 
 
@@ -104,7 +104,7 @@ def settings_of(norm: Any) -> dict[str, Any]:
 
 
 class Calls(dict[type, Callable[..., Any]]):
-    """The argument ``calls`` of a conversion: maps a class to what replaces its ``__call__``.
+    """The argument ``calls`` of a conversion: maps classes to functions that replace ``__call__``.
 
     Two objects are equal if they have the same functions for the same classes.
     """
@@ -144,7 +144,7 @@ class Calls(dict[type, Callable[..., Any]]):
         return isinstance(other, Calls) and self._identities == other._identities
 
 
-# A function of a norm that returns a reason, or None.
+# A function whose argument is a norm, and whose result is a reason or None.
 Why = Callable[[Any], str | None]
 
 
@@ -158,18 +158,21 @@ class Report:
       calls: the user's functions.
       kinds: classes of all modules.
       norms: paths of the package's norms.
-      kept: maps norms that save their input instead of their output to reasons. The keys of this
-        dict and of the next ones are paths.
-      left: maps norms that keep the package's code to reasons.
-      unknown: maps norms whose parameters were not found in the values that the user has passed to
-        a text that says so.
-      applied: maps modules whose ``__call__`` is replaced by a function of ``calls`` to the names
-        of their classes.
-      subclasses: maps modules of subclasses of classes in ``calls``, which are not changed, to a
-        text that says so.
-      own: maps norms of the user's own subclasses of the package's norms, which are not converted,
-        to the names of the classes.
-      others: maps norms of the user's other classes to the names of the classes.
+
+    The other attributes are dicts. Their keys are the paths of modules of one kind, and their
+    values are texts:
+
+      kept: norms that save their input instead of their output, with the reason.
+      left: norms that keep the package's code, with the reason.
+      unknown: norms whose parameters are not in the values that the user has passed, with a text
+        that says so.
+      applied: modules whose ``__call__`` a function of ``calls`` replaces, with the name of their
+        class.
+      subclasses: modules whose class is a subclass of a class in ``calls``. They are not changed,
+        and the text says so.
+      own: norms whose class is the user's subclass of a norm of the package, with the name of this
+        class. They are not converted.
+      others: norms of the user's other classes, with the name of their class.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class Report:
         self.own, self.others = dict[str, str](), dict[str, str]()
 
     def function_of(self, kind: type, path: str) -> Callable[..., Any] | None:
-        """Record a module of class `kind`; return what replaces its ``__call__``, or None."""
+        """Record a module of class `kind`; return the function to replace ``__call__``, or None."""
         kind = original(kind)
         self.kinds.add(kind)
         base = next((k for k in self.calls if issubclass(kind, k)), None)
@@ -217,8 +220,8 @@ class Report:
     def converted_class(self, module: Any, path: str, why_left: Why) -> type | None:
         """Record a module if it is a norm of the package; return its new class, or None.
 
-        A subclass may override code, so its norms are left to the package, unless its body is
-        empty. `why_left` returns the reason to leave another norm, or None.
+        A norm of a subclass is left to the package, unless the subclass has an empty body, because
+        it may override code. For other norms, `why_left` returns the reason to leave them, or None.
         """
         base = next((base for base in self._classes if isinstance(module, base)), None)
         if base is None or isinstance(module, self._classes[base]) or path in self.subclasses:
@@ -255,7 +258,7 @@ class Report:
     def settings(self, path: str, why_input: str | None) -> dict[str, Any]:
         """Return the fields `SETTINGS` of a converted norm; record it if it must save its input.
 
-        `why_input` is the reason why it must, or None.
+        `why_input` is the reason why the norm must save its input, or None.
         """
         if why_input is not None:
             self.kept[path] = why_input
@@ -265,8 +268,8 @@ class Report:
     def note(self, kind: type, path: str, parameters: Iterable[Any]) -> None:
         """Record a module without submodules if it is a norm, and the user defines its class.
 
-        It is a norm if its class's name ends in "norm" and if its parameters are at most a vector
-        for each of several stacked layers.
+        It is a norm if the name of its class ends in "norm", and if no parameter has more than two
+        axes: one of stacked layers, and one of columns.
         """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
@@ -278,8 +281,9 @@ class Report:
     def log(self, none: str) -> None:
         """Log one line: a warning if a module was not converted, or must save its input.
 
-        Without problems, nothing is logged, or a line of the level INFO about the modules that call
-        functions of ``calls``. `none` is the text for a model that has no norm of the package.
+        Without such problems, a line of the level INFO lists the modules that call functions of
+        ``calls``; without such modules, nothing is logged. `none` is the text for a model that has
+        no norm of the package.
         """
         of = f"of {len(self.norms)} norms"
         has_norms = any(issubclass(kind, tuple(self._classes)) for kind in self.kinds)
@@ -316,7 +320,7 @@ def _adds_nothing(kind: type) -> bool:
     empty = _empty_subclass(base)
     names = vars(kind).keys() - vars(empty).keys()
     fields, of_empty = (getattr(k, "__dataclass_fields__", {}).keys() for k in (kind, empty))
-    # Annotations that are no fields have no effect.
+    # Annotations that define no field have no effect.
     is_empty = fields == of_empty and all(name.startswith("__annot") for name in names)
     return is_empty and not others
 
@@ -383,20 +387,20 @@ def with_call(kind: type, function: Callable[..., Any]) -> type:
 
 
 def original(kind: type) -> type:
-    """Return the class from which `with_call` has derived `kind`; other classes are returned."""
+    """Return the class from which `with_call` derived `kind`; return other classes unchanged."""
     return vars(kind).get(_MADE_OF, (kind,))[0]
 
 
 @functools.cache
 def _metaclass(kind: type) -> type:
-    """Return a subclass of a metaclass, for classes of `with_call`, which pickle by `_reduced`."""
+    """Return a subclass of a metaclass for the classes of `with_call`; `_reduced` pickles them."""
     made = type(kind.__name__, (kind,), {})
     copyreg.pickle(made, _reduced)
     return made
 
 
 def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
-    """Return how `pickle` makes a class of `with_call` again.
+    """Return a function and its arguments, with which `pickle` restores a class of `with_call`.
 
     If its function cannot be pickled (a lambda, for example), the class is loaded as the class from
     which it was derived.
@@ -415,8 +419,8 @@ def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 # was derived, and the function that is called.
 _MADE_OF = "_jaxnorm_made_of"
 # A cache, so that equal models have equal classes, and `jax.jit` traces once. A key is the original
-# class and the identity of the function. A class refers to its function, and so to all objects
-# whose id() is in the identity.
+# class and the identity of the function, which contains id() of objects. A class keeps its function
+# and so these objects alive, so no id() in a key is reused.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, Any], type] = weakref.WeakValueDictionary()
 
 _LOGGER = logging.getLogger("jaxnorm")

@@ -31,11 +31,13 @@ Axes = int | Sequence[int]
 
 
 class Place(NamedTuple):
-    """How the functions of jaxnorm compute a norm. They compute a GroupNorm as a LayerNorm.
+    """The shapes and axes with which jaxnorm's functions compute a norm.
+
+    A GroupNorm is computed as a LayerNorm of a reshaped x.
 
     Attributes:
-      shape: shape to which x is reshaped. It is x's shape, but for a GroupNorm, the last axis
-        (channels) is split into two: the groups, and the channels of a group.
+      shape: shape to which x is reshaped. For a GroupNorm, the last axis of x (channels) is split
+        into two: the groups, and the channels of a group. For other norms, it is x's shape.
       axes: the axes of this shape that are normalised.
       parameter: shape to which scale and bias are reshaped.
     """
@@ -46,10 +48,10 @@ class Place(NamedTuple):
 
 
 def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
-    """Return the `Place` of a norm of an x of this shape.
+    """Return the `Place` of a norm for an x with the given shape.
 
-    The result is None for a call that must run Flax's code: if the axes of the parameters are not
-    those that are normalised, or if Flax raises an error for the groups.
+    The result is None if the call must run Flax's code, because the parameters have other axes than
+    the normalised ones, or because Flax raises an error for the groups.
     """
     name = type(norm).__name__
     if not is_group_norm(norm):
@@ -62,7 +64,7 @@ def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
     *others, channels = shape or (0,)
     last, count, size = len(others), norm.num_groups, norm.group_size
     if isinstance(norm, nn.GroupNorm) and size is not None:
-        # linen requires one of both. nnx sets the other one.
+        # linen requires either num_groups or group_size. nnx computes the missing one itself.
         count = channels // size if count is None and size > 0 and channels % size == 0 else 0
     axes = norm.reduction_axes
     reduced = checks.axes(name, (*range(1, last), -1) if axes is None else axes, shape)
@@ -86,7 +88,8 @@ def each(axes: Axes) -> Sequence[int]:
 def why_flax(norm: Any, seen: Iterable[Any], mask: Any = None) -> str | None:
     """Return the reason why a norm runs Flax's code, or None.
 
-    Axes are not examined here. `seen` are the dtypes of its operands and results, or None.
+    `seen` has the dtypes of the norm's operands and result; None entries are ignored. The axes are
+    examined by `place_of`, not here.
     """
     names = [jnp.dtype(dtype).name for dtype in seen if dtype is not None]
     reasons = {
@@ -147,8 +150,8 @@ def norm_and_dense(
 ) -> Any:
     """Run RMSNormDense. Return y or, with a residual, (y, h).
 
-    `module` has the fields of the norm. The matmul and its result have the same dtype as in Flax's
-    Dense (linen) or Linear (nnx) after a norm.
+    `module` has the fields ``epsilon``, ``scale_offset`` and ``implementation``. The matmul and its
+    result have the same dtype as in Flax's Dense (linen) or Linear (nnx) after a norm.
     """
     normal = x if residual is None else residual
     promoted = result_dtype(dtype, normal, *parameters.values())
@@ -167,10 +170,10 @@ def norm_and_dense(
 
 
 def by_flax(module: Any, norm: Callable[[Any], Any], x: Any, residual: Any = None) -> Any:
-    """Return a norm's result y or, with a residual, (y, h). Flax's code `norm` computes the norm.
+    """Return norm(x) or, with a residual, (norm(h), h), where the function `norm` is Flax's code.
 
-    h = x + residual has the residual's dtype, and y is norm(h). An activation of the module is
-    applied to y. Flax's norms support no scale_offset: ValueError is raised if the module has one.
+    h = x + residual has the residual's dtype. If the module has an activation, it is applied to
+    norm(x). Flax's norms support no scale_offset: ValueError is raised if the module has one.
     """
     name = type(module).__name__
     if module.scale_offset:

@@ -36,7 +36,7 @@ def dot_product_attention(
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
 ) -> jax.Array:
-    """:func:`flax.nnx.dot_product_attention`, computed with :func:`jaxnorm.softmax`.
+    """Compute :func:`flax.nnx.dot_product_attention` with :func:`jaxnorm.softmax`.
 
     Pass it to ``nnx.MultiHeadAttention`` as ``attention_fn``. The arguments and the rule for masked
     logits are the same as in Flax. The logits of 16-bit operands are float32. (Flax rounds them to

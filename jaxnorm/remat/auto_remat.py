@@ -1,4 +1,4 @@
-"""auto_remat: a function with a derivative that saves as little as possible."""
+"""auto_remat: change a function's derivative so that it saves as little as possible."""
 
 import functools
 import operator
@@ -29,8 +29,8 @@ def auto_remat[**P, T](
     The backward pass of a function needs many of its intermediate arrays. JAX saves all of them.
     With ``auto_remat``, the function saves the smallest set of arrays from which the others can be
     computed again, by a minimum cut of the graph of its operations. Without a budget, nothing
-    costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop. Bodies
-    of scans, of branches and of ``jax.shard_map`` in the function are also planned.
+    costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop. The
+    bodies of scans, branches and ``jax.shard_map`` inside the function are planned in the same way.
 
     Values and derivatives are those of the function, up to rounding. The result can be transformed
     like the function: ``jax.jit``, ``jax.grad``, ``jax.vmap``, forward mode, ``jax.checkpoint``.
@@ -38,10 +38,10 @@ def auto_remat[**P, T](
     Args:
       fun: a function of trees of arrays, such as a training loss or a layer of a model. Leaves of
         its arguments and results that are not arrays are passed unchanged.
-      budget: None, or a limit for the memory, within which costly operations run again in the order
-        in which they save most bytes for their time. An int is the number of bytes per device that
-        the function may save for its backward pass, without its arguments. A float in (0, 1] is
-        a share of the bytes that it saves without ``auto_remat``.
+      budget: None, or a limit for the saved bytes. To meet it, costly operations run again, too:
+        first those that free the most bytes for their time. An int is the number of bytes per
+        device that the function may save for its backward pass, without its arguments. A float in
+        (0, 1] is a share of the bytes that it saves without ``auto_remat``.
       static_argnums: index or indices of arguments that are passed unchanged, and not traced.
 
     Returns:
@@ -74,7 +74,10 @@ def auto_remat[**P, T](
 def planned[**P, T](
     fun: Callable[P, T], plan: Callable[[], Plan], static: Sequence[int] = ()
 ) -> Callable[P, T]:
-    """Return a function whose derivative saves what a plan chooses; `plan` makes one per call."""
+    """Return `fun` with a derivative that saves what a plan chooses.
+
+    `plan` is a function that returns a new plan for each call of `fun`.
+    """
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,7 +89,7 @@ def planned[**P, T](
 
 
 class Planner:
-    """The function that chooses the pricing for the derivative of a whole function."""
+    """A plan (see `regions.Plan`) that chooses one pricing for a whole function, by a budget."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -104,14 +107,14 @@ class Planner:
 
 
 class Call:
-    """A call of a function, traced.
+    """A traced call of a function.
 
     Leaves of the arguments and results that are not arrays, such as Python numbers and strings, are
     passed unchanged.
 
     Attributes:
       traced: a closed jaxpr without constants; arrays that the function closes over are arguments.
-      arrays: its arguments.
+      arrays: the arguments of `traced`.
       owners: for each array, the index of the argument that it belongs to; None for arrays of
         keyword arguments and arrays that the function closes over.
     """
@@ -143,7 +146,7 @@ class Call:
         self.owners = [*[None] * len(traced.consts), *owners]
 
     def region(self, in_loop: bool = False) -> Region:
-        """Return the region of the whole program, which may be a part of the body of a loop."""
+        """Return the region of the whole program. `in_loop` is True if the call is in a loop."""
         return Region(self.traced, [True] * len(self.arrays), in_loop)
 
     def results(self, arrays: Sequence[Any]) -> Any:
@@ -156,7 +159,7 @@ class Call:
 def is_array(a: Any) -> bool:
     """Return True for an array or a `jax.ShapeDtypeStruct`; False for numbers of Python.
 
-    JAX has no arrays of strings, dates or Python objects, so those of NumPy are not arrays either.
+    NumPy's arrays of strings, dates or Python objects give False, because JAX has no such arrays.
     """
     if isinstance(a, (np.ndarray, np.generic)):
         return jnp.issubdtype(a.dtype, np.number) or a.dtype in (np.bool_, jax.dtypes.float0)

@@ -23,16 +23,17 @@ _RATES = {
 }
 _OTHER_RATES = (600e12, 3.0e12)
 
-# XLA fuses elementwise operations. On average, one in this number of them stores its result.
+# XLA fuses elementwise operations. On average, one of this many operations stores its result.
 _FUSED = 8
 # Without a budget, an array is not saved if recomputing it takes at most this many bytes of memory
 # traffic for each of its bytes.
 _TRAFFIC_PER_BYTE = 500
-# Seconds of random bits, relative to another elementwise operation. Without a budget, a mask of one
-# byte per element is saved, because the 32 random bits of an element cost more.
+# Time to generate random bits, relative to an elementwise operation of the same size. Without a
+# budget, a mask of one byte per element is saved: computing 32 random bits per element costs more.
 _RANDOM = 150
 
-# Operations that XLA fuses with others. An operation that is in none of these tables is costly.
+# Operations that XLA fuses with others. An operation in none of the next four tables is costly,
+# unless `is_costly` makes an exception.
 _ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex",
@@ -59,9 +60,9 @@ _RANDOM_BITS = {
     "random_bits", "random_fold_in", "random_seed", "random_split", "rng_bit_generator",
     "rng_uniform", "threefry2x32",
 }  # fmt: skip
-# The size of an axis whose size is symbolic (`jax.export.symbolic_shape`).
+# The assumed size of an axis whose size is symbolic (`jax.export.symbolic_shape`).
 _SYMBOLIC = 1024
-# Operations on inner programs that run once.
+# Operations that run an inner program once.
 _CALLS = {"jit", "closed_call", "core_call", "custom_jvp_call", "remat2"}
 
 
@@ -72,7 +73,7 @@ def _rates() -> tuple[float, float]:
 
 
 def bytes_per_second() -> float:
-    """Return the number of bytes that one second of recomputation may save, without a budget."""
+    """Return the price without a budget: the saved bytes that are worth a second of computation."""
     return _rates()[1] * _FUSED / _TRAFFIC_PER_BYTE
 
 
@@ -100,7 +101,7 @@ def is_costly(equation: Any) -> bool:
     if name in _CALLS:
         return any(is_costly(e) for body in _bodies(equation) for e in body.eqns)
     if name == "dot_general" and _terms(equation) == 1:
-        return False  # an outer or elementwise product, as `jnp.einsum` makes them
+        return False  # `jnp.einsum` lowers outer and elementwise products to such matmuls
     is_cheap = any(name in table for table in (_ELEMENTWISE, _REDUCTIONS, _FREE, _RANDOM_BITS))
     return not is_cheap and not _is_row_function(name)
 
@@ -175,6 +176,6 @@ def _flops(equation: Any, name: str) -> float:
 
 
 def _terms(matmul: Any) -> int:
-    """Return the number of products that each element of a matmul's result adds up."""
+    """Return the number of products whose sum is an element of a matmul's result."""
     (contracted, _), _ = matmul.params["dimension_numbers"]
     return math.prod(matmul.invars[0].aval.shape[i] for i in contracted)

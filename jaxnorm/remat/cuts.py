@@ -2,8 +2,8 @@
 
 The derivative of a program needs some of its values, the residuals. Each value is either saved,
 which costs its bytes, or computed again, which costs seconds and needs the operands of its
-equation. For a given price of a second in bytes, the cheapest choice is a minimum cut of this
-graph, in which values on the side of the source are known and values on the other side are not::
+equation. For a given price of a second in bytes, the cheapest choice is a minimum cut of the graph
+below. Values on the source's side of the cut are known to the backward pass::
 
     source -> equation      price * seconds; infinite if the equation must not run again
     operand -> equation     infinite: an equation that runs again needs its operands
@@ -11,8 +11,9 @@ graph, in which values on the side of the source are known and values on the oth
     value -> value'         bytes of the value: it is saved
     residual' -> sink       infinite: the residual is needed
 
-An operand is the primed node, behind the edge that stands for saving it. The cuts for all prices
-are the vertices of the lower convex hull of all choices, in the plane of bytes and seconds.
+Each value has two nodes, value and value', joined by an edge that stands for saving it. An operand
+is the second node of a value. The cuts for all prices are the vertices of the lower convex hull of
+all choices, in the plane of bytes and seconds.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 # Capacities are 32-bit integers in scipy. All finite capacities together are at most `_TOTAL`.
 _INFINITE, _TOTAL = 2**30, 2**29
-#: A point is a vertex of the hull if it is below the line between its neighbours by more than the
-#: rounding of capacities, relative to the bytes.
+#: A point counts as a vertex of the hull only if it is below the line between its neighbours by
+#: more than this fraction of the bytes. Smaller distances are rounding errors of capacities.
 PRECISION = 1e-6
 
 
@@ -39,7 +40,7 @@ class Cut:
       saved: indices of the saved values, ascending.
       bytes: total size of the saved values.
       seconds: time of the equations that run again.
-      again: indices of these equations, ascending.
+      again: indices of the equations that run again, ascending.
     """
 
     saved: tuple[int, ...]
@@ -54,10 +55,10 @@ class Step:
 
     Attributes:
       seconds: time to run the equation again; infinite if it must never run again.
-      operands: indices of the values that it takes, without those that are always known.
+      operands: indices of its operands, without values that are always available.
       results: indices of the values that it computes.
-      is_costly: True if the equation runs again only within a budget.
-      is_anchor: True if the equation does not run again within a budget.
+      is_costly: True if the equation must not run again without a budget.
+      is_anchor: True if the equation must not run again with a budget.
     """
 
     seconds: float
@@ -90,7 +91,7 @@ class Graph:
         return self._hash
 
     def choice(self, saved: Sequence[int]) -> Cut:
-        """Return the choice that saves the given values, without those that are not needed."""
+        """Return the choice that saves the given values, without values that are not needed."""
         given, used, again = {*saved}, set(), set()
         stack = [*self.residuals]
         seen = set(stack)
@@ -118,7 +119,7 @@ class Graph:
         return _cut(self, price, allow_costly)
 
     def minimum(self, price: float, allow_costly: bool) -> Cut:
-        """Compute `cut`."""
+        """Compute the result of `cut`, without a cache."""
         if not self.residuals:
             return Cut((), 0, 0.0, ())
         if price == math.inf:
@@ -145,9 +146,10 @@ class Graph:
         return self.choice(np.flatnonzero(before & ~after).tolist())
 
     def _edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tails and heads of all edges: of values, of steps, and of infinite capacity.
+        """Return the tails and the heads of all edges.
 
-        Node 0 is the source, node 1 the sink. Nodes of steps follow, then two for each value.
+        The edges of values come first, then those of steps, then edges of infinite capacity. Node 0
+        is the source, and node 1 the sink. A node for each step follows, then two for each value.
         """
         first = 2 + len(self.steps)
         edges = [(first + 2 * v, first + 2 * v + 1) for v in range(len(self.sizes))]
@@ -164,10 +166,11 @@ class Graph:
 
 @functools.lru_cache(maxsize=1024)
 def _cut(graph: Graph, price: float, allow_costly: bool) -> Cut:
-    """Return `Graph.cut`. Outside of `jax.jit`, each call of a function makes an equal graph."""
+    """Return `Graph.cut` from a cache: outside of `jax.jit`, each call builds an equal graph."""
     return graph.minimum(price, allow_costly)
 
 
+# Graphs, each with the number of times that it runs.
 type Weighted = Sequence[tuple[Graph, int]]
 
 
@@ -195,7 +198,7 @@ def point(graphs: Weighted, price: float, cuts: Sequence[Cut]) -> Point:
 
 
 def ends(graphs: Weighted) -> tuple[Point, Point]:
-    """Return the point that computes nothing again, and the point with the fewest bytes."""
+    """Return a pair: the point that computes nothing again, and the point with the fewest bytes."""
     nothing_again = point(graphs, math.inf, [g.choice(g.residuals) for g, _ in graphs])
     return nothing_again, point(graphs, 0.0, [g.cut(0.0) for g, _ in graphs])
 
@@ -215,14 +218,14 @@ def frontier(graphs: Weighted, above: Point, below: Point) -> list[Point]:
     """Return the vertices of the convex hull from `above` to `below`, with falling bytes."""
     if (middle := between(graphs, above, below)) is None:
         return [above, below] if below.bytes < above.bytes else [above]
-    if middle.bytes == below.bytes:  # `below` computes more again than it needs to.
+    if middle.bytes == below.bytes:  # For the same bytes, `below` recomputes more than `middle`.
         return frontier(graphs, above, middle)
     first, second = frontier(graphs, above, middle), frontier(graphs, middle, below)
     return [*first[:-1], *second]
 
 
 def within(graphs: Weighted, budget: float, above: Point, below: Point) -> Point:
-    """Return the vertex of the hull with the most bytes that is within the budget.
+    """Return, of all vertices of the hull within the budget, the one with the most bytes.
 
     `below` must be within the budget.
     """

@@ -26,16 +26,16 @@ def fit_memory(
 ) -> jax.stages.Compiled:
     """Compile a training step that fits into a given memory with as little recomputation as needed.
 
-    The step is compiled without recomputation first, then with :func:`jaxnorm.auto_remat`, and then
-    with budgets that the memory of the previous programs suggests: at most five times. Nothing
-    runs. The memory of a program is XLA's plan for one device, ``compiled.memory_analysis()``: the
-    bytes of arguments, results and temporary arrays, without results that reuse the memory of
-    donated arguments.
+    The step is compiled at most five times, and does not run: first without recomputation, then
+    with :func:`jaxnorm.auto_remat`, then with budgets that are derived from the memory of the
+    previous programs. The memory of a program is XLA's plan for one device,
+    ``compiled.memory_analysis()``: the bytes of arguments, results and temporary arrays, without
+    results that reuse the memory of donated arguments.
 
     Args:
       step: a function ``step(remat, *args)``. It calls the decorator ``remat`` with the function to
         differentiate, such as the loss, or with parts of it, such as the layers:
-        ``jax.grad(remat(loss))(weights, batch)``. The same memory limit applies to all of them.
+        ``jax.grad(remat(loss))(weights, batch)``. The limit applies to the whole step.
       args: the arguments after ``remat``: trees of arrays or of ``jax.ShapeDtypeStruct``.
       limit: the largest memory in bytes.
       donate_argnums: index or indices of the arguments in ``args`` whose memory the step may reuse,
@@ -87,9 +87,9 @@ class _Trial(NamedTuple):
 class _Search:
     """A search for the program with the least recomputation that fits into a memory.
 
-    All wrapped functions share a price of a second in bytes. Therefore, they are one list of graphs
-    with one frontier. The points of the frontier predict by how much the memory of two programs
-    differs; the memory of the first programs gives the rest.
+    All functions that `remat` wraps share one price of a second in bytes, so their graphs have one
+    common frontier. Its points predict only by how much the memory of two programs differs. The
+    memory itself is known for the programs that have been compiled.
     """
 
     def __init__(
@@ -120,10 +120,11 @@ class _Search:
         return self._between(survey, plain, _Trial(*auto, _unlimited(survey)))
 
     def _between(self, survey: Survey, plain: _Trial, auto: _Trial) -> jax.stages.Compiled:
-        """Return the best program, given those without recomputation and without a budget."""
+        """Return the best program, given a trial without `auto_remat`, and one without a budget."""
         least = cuts.within(survey.graphs, survey.below.bytes, survey.above, survey.below)
         tried = [auto.point.cuts, plain.point.cuts]
-        # `above` is the last program that does not fit, `below` the last one that does.
+        # `above` is the last program that does not fit, `below` the last one that does. Until one
+        # with recomputation fits, `below` is the point with the fewest bytes, not compiled.
         before, above, below = plain, auto, _Trial(None, math.nan, least)
         if auto.memory <= self._limit:
             above, below = plain, auto
@@ -198,7 +199,7 @@ def _priced(pricing: Pricing) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def _joined(surveys: Sequence[Survey]) -> Survey:
-    """Return the choices of several functions as those of one function."""
+    """Return one survey of several functions, as if they were one function."""
     regions = tuple(pair for survey in surveys for pair in survey.regions)
     above, below = cuts.ends([pair for survey in surveys for pair in survey.graphs])
     return Survey(
@@ -219,7 +220,7 @@ def _unlimited(survey: Survey) -> Point:
 
 
 def _slope(before: _Trial, above: _Trial) -> float:
-    """Return by how many bytes the memory falls for each byte that is not saved."""
+    """Return the decrease of memory between two trials, over the decrease of saved bytes."""
     saved = before.point.bytes - above.point.bytes
     slope = (before.memory - above.memory) / saved if saved > 0 else math.nan
     return slope if 0 < slope < math.inf else 1.0

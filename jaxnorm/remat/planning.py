@@ -1,4 +1,4 @@
-"""The choice of a price for all regions of a function, so that they fit into a budget together."""
+"""The choice of one price for all regions of a function, so that the function meets a budget."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ type Budget = int | float | None
 
 @functools.cache
 def unlimited() -> Pricing:
-    """Return the price without a budget: few bytes, and nothing costly twice."""
+    """Return the pricing without a budget, by which nothing costly runs twice."""
     return Pricing(costs.bytes_per_second())
 
 
@@ -30,8 +30,8 @@ class Survey:
       default: number of bytes that JAX saves without `auto_remat`.
       seconds: predicted time of the forward and the backward pass.
       regions: the regions whose choices the budget decides, and their derivatives.
-      fixed: number of bytes to add to a point's bytes. It is negative, because the graph of a
-        region includes the arrays that the regions inside it save without a budget.
+      fixed: number of bytes to add to a point's bytes, at most 0. It removes arrays that are
+        counted twice: the graph of a region includes what regions inside it save without a budget.
       above, below: the points with the most and the fewest bytes.
     """
 
@@ -51,7 +51,7 @@ class Survey:
         return self.below.bytes + self.fixed
 
     def within(self, budget: float) -> Point | None:
-        """Return the point with the most bytes that is within the budget; None without any."""
+        """Return the point with the most bytes within the budget; None if no point is within it."""
         if budget < self.least:
             return None
         return cuts.within(self.graphs, budget - self.fixed, self.above, self.below)
@@ -79,13 +79,13 @@ class Survey:
         return math.fsum(runs * pricing.cut(graph).seconds for graph, runs in self.graphs)
 
     def frontier(self) -> list[tuple[int, float]]:
-        """Return the bytes and the seconds of all points, from the default to the least bytes."""
+        """Return pairs (bytes, seconds) of all points, from the default to the least bytes."""
         points = cuts.frontier(self.graphs, self.above, self.below)
         found = [(point.bytes + self.fixed, point.seconds) for point in points]
         return [(self.default, 0.0), *(p for p in found if p[0] < self.default and p[1] > 0)]
 
     def pricing(self, point: Point) -> Pricing:
-        """Return the pricing with which all regions choose what the point says."""
+        """Return the pricing by which the regions make the choices of a point."""
         leaves = [not region.parts for region, _ in self.regions]
         graphs = [graph for (graph, _), is_leaf in zip(self.graphs, leaves) if is_leaf]
         chosen = [cut for cut, is_leaf in zip(point.cuts, leaves) if is_leaf]
@@ -93,7 +93,7 @@ class Survey:
 
 
 def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]) -> Survey:
-    """Trace the derivative of a function, and return its choices.
+    """Trace the derivative of a function, and return the choices that the function has.
 
     Args:
       region: the region of the whole function.
@@ -103,7 +103,7 @@ def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequenc
     default = default_bytes(region, mask, primals)
     linearized = region.linearized(unlimited(), mask, primals, tangents)
     regions = tuple((r, r.latest) for r in region.budgeted() if r.latest is not None)
-    # The graph of a region has the arrays that the regions inside it save without a budget.
+    # What inner regions save is also in the graphs of the regions around; see `Survey.fixed`.
     inside = [(r, unlimited().cut(d.graph)) for r, d in regions if r is not region]
     fixed = -sum(r.runs * cut.bytes for r, cut in inside)
     above, below = cuts.ends([(d.graph, r.runs) for r, d in regions])

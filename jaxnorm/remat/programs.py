@@ -25,11 +25,11 @@ class Program:
     """A program without constants or nested calls.
 
     Attributes:
-      inputs: variables of the arguments. The last ones are the constants of the traced program.
+      inputs: variables of the arguments, then of the traced program's constants.
       outputs: variables or literals.
       equations: the equations, in an order in which they can be evaluated.
-      constants: values of the last inputs.
-      template: a jaxpr, from which `closed` copies everything that is not listed above.
+      constants: values of the traced program's constants.
+      template: the traced jaxpr, from which `closed` copies all other fields of a jaxpr.
     """
 
     inputs: tuple[Var, ...]
@@ -109,9 +109,9 @@ def variables(atoms: Iterable[Any]) -> Iterator[Var]:
 def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
     """Return the number of a scan's constants, and the number of arrays in its carry.
 
-    They are found by the number of axes: constants and carries have as many axes outside the body
-    as inside, and a stacked array has one more outside. The equation has parameters with the two
-    numbers, but these parameters differ between versions of JAX.
+    They are derived from the arrays: a constant or carry has the same number of axes outside and
+    inside the body, and a stacked array has one more outside. The equation has parameters with
+    the two numbers, but these parameters differ between versions of JAX.
     """
     given, carries = (
         sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
@@ -129,7 +129,8 @@ def needed(
 ) -> list[Any]:
     """Return the equations from which `outputs` can be computed, if the values `given` are known.
 
-    If `with_effects` is True, the equations with effects, and those that they need, are included.
+    If `with_effects` is True, equations with effects, and the equations before them that compute
+    their operands, are included.
     """
     stop = {*given}
     wanted = {*variables(outputs)} - stop

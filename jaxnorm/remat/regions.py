@@ -1,16 +1,17 @@
 """Regions: parts of a program whose derivative saves the values that a minimum cut chooses.
 
 A region is the whole function, or the body of a scan, of a branch or of `jax.shard_map` in it. It
-is a `jax.custom_jvp` function. Its rule linearizes the program, splits the result into equations
-that depend on tangents and others, and evaluates only the others::
+is a `jax.custom_jvp` function. Its rule linearizes the program, and separates the equations that
+depend on tangents from the equations that do not::
 
-    forward pass     outputs and saved values, by the equations that do not depend on tangents
-    derivative       one call of `linear_program`, which takes the saved values and the arguments,
+    forward pass     evaluates the equations that do not depend on tangents, and returns the
+                     outputs and the saved values
+    derivative       calls `linear_program` for each segment, which gets saved values and arguments,
                      computes the other residuals again, and then the tangents
 
-JAX saves the operands of that call and nothing else. Its transpose is the backward pass. Because
-the derivative is an ordinary linear primitive, forward mode, higher derivatives, `jax.vmap` and
-`jax.shard_map` need no special code, and no policy of `jax.checkpoint` is involved.
+JAX saves the operands of these calls and nothing else. Their transposes are the backward pass.
+Because `linear_program` is an ordinary linear primitive, forward mode, higher derivatives,
+`jax.vmap` and `jax.shard_map` need no special code, and no policy of `jax.checkpoint` is involved.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from jaxnorm.remat import costs, programs, segments
 from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
 
+# For each input of a region, True if it is differentiated.
 Mask = tuple[bool, ...]
 
 
@@ -40,9 +42,9 @@ class Pricing:
     Attributes:
       price: number of bytes that are worth one second of recomputation.
       allow_costly: True if costly operations may run again, to meet a budget.
-      cuts: choices that have been made already.
-      inside: the pricing of regions inside the body of a scan, such as of a scan in a layer. What
-        they save is in memory only while the layer runs, if the layer runs again.
+      cuts: a dict that maps graphs to fixed choices. For other graphs, the price decides.
+      inside: the pricing of regions inside the body of a scan, such as a scan in a layer; None for
+        this pricing. If the layer runs again, what they save is in memory only while it runs.
     """
 
     price: float
@@ -65,10 +67,10 @@ class Linearized:
       inputs, tangents: the inputs of the program; the constants are among `inputs`.
       outputs: results of the region.
       moving: indices of the results whose tangents are not zero.
-      along: tangents of these results.
+      along: tangents of the results in `moving`.
       known: equations that do not depend on tangents.
       groups: equations that depend on tangents, in a list for each segment.
-      residuals: values of `known`, and inputs, that `linear` uses.
+      residuals: the values that `linear` uses: results of `known`, and inputs.
       graph: the graph whose cuts are the choices of saved values.
       values: the variable of each value of the graph.
     """
@@ -99,14 +101,17 @@ class Linearized:
     def has_while(self) -> bool:
         """True if a tangent passes through a while loop, which has no backward pass.
 
-        Forward mode in plain JAX then runs one loop for results and tangents.
+        The region then uses forward mode of plain JAX, with one loop for results and tangents.
         """
         return any(costs.contains(e, "while") for e in self.linear)
 
 
-# How much longer the last equation of a region takes to run again than an equal first one.
+# Relative increase of the time to run an equation again, from the first to the last equation of a
+# region; see `Region._graph`.
 _TIES = 0.05
 
+# A function that returns the pricing of a derivative. Its arguments are the region, the mask, the
+# values of all inputs, and the tangents of the differentiated inputs.
 type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing]
 
 
@@ -114,7 +119,7 @@ class Region:
     """A part of a program, which saves what its minimum cut chooses.
 
     Attributes:
-      program: the program, flat.
+      program: the program as a flat list of equations.
       is_free: a bool for each input: True if the array is in memory anyway, so that saving it costs
         nothing.
       in_loop: True if the region is inside a scan.
@@ -122,7 +127,7 @@ class Region:
       varies: for the body of a scan, a bool for each input: False if it is the same in all
         iterations.
       parts: the regions inside this one.
-      latest: the derivative that has been traced last.
+      latest: the derivative that was traced last; None before the first one.
     """
 
     def __init__(
@@ -165,7 +170,10 @@ class Region:
         return len(self.program.inputs) - len(self.program.constants)
 
     def budgeted(self) -> Iterator["Region"]:
-        """Yield the regions whose choices a budget decides: those outside other regions' loops."""
+        """Yield the regions whose choices a budget decides.
+
+        These are this region and the regions inside it, but none inside the body of a scan.
+        """
         yield self
         for part in () if self.in_loop else self.parts:
             yield from part.budgeted()
@@ -177,7 +185,7 @@ class Region:
         varies: Sequence[bool] | None = None,
         length: int | None = None,
     ) -> "Region":
-        """Add a region inside this one, and return it. A scan has a length."""
+        """Add a region inside this one, and return it. `length` is given for a scan's body."""
         in_loop, runs = self.in_loop or length is not None, self.runs * (length or 1)
         region = Region(traced, is_free, in_loop, runs, varies)
         self.parts.append(region)
@@ -223,7 +231,7 @@ class Region:
         return self.latest
 
     def residuals(self, mask: Mask, primals: Sequence[Any]) -> list[Any]:
-        """Return the residuals of the derivative of plain JAX along the inputs in `mask`."""
+        """Return the residuals that plain JAX saves to differentiate the inputs in `mask`."""
         run = jaxpr_as_fun(self._traced)
         along, moving = self._along(lambda arrays: run(*arrays[: self._count]), mask, primals)
         return jax.tree.leaves(jax.vjp(along, *moving, has_aux=True)[1])
@@ -233,8 +241,8 @@ class Region:
     ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], list[Any]]:
         """Return a function of the inputs in `mask` only, and the values of these inputs.
 
-        The function returns the results whose dtype is inexact, and then all results with None in
-        place of these.
+        The function returns two lists: the results whose dtype is inexact, and all results with
+        None in place of the inexact ones.
         """
         places = [i for i, is_along in enumerate(mask) if is_along]
 
@@ -318,8 +326,8 @@ class Region:
         steps = []
         for i, e in enumerate(equations):
             never = bool(e.effects) or (not self.in_loop and e.primitive.name in _SPECIAL)
-            # Of equal equations, such as those of unrolled layers, an earlier one costs less.
-            # Otherwise they would tie, and the frontier would have no point between all and none.
+            # Later equations cost slightly more. Equal costs of unrolled layers would tie, and the
+            # frontier would have no point at which only some of the layers run again.
             later = 1 + _TIES * i / len(equations)
             steps.append(
                 Step(
@@ -367,9 +375,9 @@ class Region:
                 program.closed([*again, *linear], [*operands, *moving], results),
                 [values[v] for v in operands],
                 [along[v] for v in moving],
-                # Without a barrier, XLA would merge equal values of the forward and the backward
-                # pass, and so keep arrays in memory that the plan does not save. Loops need none:
-                # the two passes are two loops.
+                # A barrier prevents XLA from merging equal values of the forward and the backward
+                # pass, which would keep arrays in memory that the plan does not save. In a loop, no
+                # barrier is needed, because the two passes are two loops.
                 waiting=0 if self.in_loop else len(operands),
             )
             along.update(zip(results, moved))
@@ -406,7 +414,7 @@ def _class_names(effect: Any) -> set[str]:
 
 
 def _has_derivative(equation: Any) -> bool:
-    """Return True if an equation may be differentiated: arguments and results are inexact."""
+    """Return True if an equation may be differentiated: it has inexact arguments and results."""
     arrays = [v.aval for v in variables(equation.invars)], [v.aval for v in equation.outvars]
     return all(any(map(is_inexact, avals)) for avals in arrays)
 

@@ -1,10 +1,10 @@
 """Segments: consecutive parts of a program without loops, such as unrolled layers.
 
-If all layers of an unrolled model were recomputed by one call, XLA could run the recomputation of
-all layers at the beginning of the backward pass, and hold the results of all of them. So the
-program is split where only one array crosses from a layer to the next: the residual stream. Each
-segment is recomputed when its backward pass begins. Within a budget, the arrays that cross are
-saved, so that no segment needs to recompute another one.
+XLA can run all recomputation of an unrolled model at the beginning of the backward pass, and then
+holds the recomputed arrays of all layers in memory. To prevent this, the program is split where
+only one array, the residual stream, crosses from a layer to the next. Each segment is recomputed
+when its backward pass begins. With a budget, the crossing arrays are saved, so that no segment
+needs to recompute another one.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from jax.extend.core import Var
 from jaxnorm.remat import costs
 from jaxnorm.remat.programs import variables
 
-# A program with fewer arrays that cross, such as a single layer, is not split. Otherwise, a small
-# budget could not compute the array between attention and MLP again.
+# A program with fewer crossing arrays, such as a single layer, is not split. A split layer always
+# saves the array between attention and MLP, for which a small budget may have no room.
 _LEAST = 3
 
 
 def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, int], list[Var]]:
-    """Return the segment of each value, and the values that cross from a segment to the next.
+    """Return the index of each value's segment, and the values that cross between segments.
 
     Only values that depend on a costly operation count as crossing. Others, such as masks and
     rotary tables, are cheap to compute in each segment. The number of segments minimises the bytes
@@ -64,12 +64,12 @@ def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, i
 
 
 def group(linear: Sequence[Any], of: dict[Var, int], tangents: Collection[Var]) -> list[list[Any]]:
-    """Return the equations of a derivative, in a list for each segment.
+    """Return the equations `linear` of a derivative, in a list for each segment.
 
-    An equation belongs to the last segment of its operands. An equation that depends on nothing but
-    tangents of arguments, such as the cast of a weight's tangent, belongs to the first segment that
-    uses it. Otherwise, the gradients of all weights would be in memory until the last segment of
-    the backward pass casts them.
+    `of` has the segments of values that do not depend on tangents. An equation belongs to the last
+    segment of its operands. An equation that depends only on tangents of arguments, such as the
+    cast of a weight's tangent, belongs to the first segment that uses it. So the backward pass
+    casts a weight's gradient in this segment, and does not hold it in memory until the end.
     """
     place = dict.fromkeys(tangents, 0)
     early: set[Var] = {*tangents}

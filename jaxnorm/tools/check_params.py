@@ -23,8 +23,8 @@ _ADVISE_INPUT = 0.1
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
-# Parameter names of scales and biases. A norm class that is defined by a model, not by a library,
-# may use the names in `_OWN_SCALES` where libraries use ``scale`` or ``weight``.
+# Libraries name the scale of a norm ``scale`` or ``weight``. A norm class that the model defines
+# itself may use the names in `_OWN_SCALES` instead. `_BIASES` are names of biases.
 _OWN_SCALES = ("w", "gamma")
 _BIASES = ("bias", "b", "beta")
 
@@ -40,17 +40,16 @@ class NormReport:
 
     Attributes:
       path: path of the norm's parameters in the tree.
-      columns: number of elements of scale, in all layers if layers are stacked.
-      under_floor: number of columns with a value of ``|scale + scale_offset|`` below a limit that
-        depends on ``dtype``. For float16, the limit is 2**-14: with smaller values, y is less
-        accurate. For other dtypes, it is 2**-60 (float64: 2**-500): the forward pass replaces
-        smaller values by the limit.
+      columns: number of elements of the scale, in all layers if layers are stacked.
+      under_floor: number of columns in which ``|scale + scale_offset|`` is below a limit that
+        depends on the dtype of the norm's output. For float16, the limit is 2**-14, below which
+        the output is less accurate. For other dtypes, it is 2**-60 (float64: 2**-500), and the
+        forward pass replaces smaller values by the limit.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.
-      max_partner_ratio: a number for a norm whose output is rotated in pairs of columns; None for
-        other norms. In each pair, the larger ``|scale + scale_offset|`` is divided by the smaller
-        one. This is the largest quotient of all pairs.
+      max_partner_ratio: largest ratio of the larger to the smaller ``|scale + scale_offset|`` in a
+        pair of rotated columns; None for a norm whose output is not rotated.
     """
 
     path: str
@@ -68,7 +67,7 @@ class ParamReport:
 
     Attributes:
       dtype: name of the dtype of the norms' outputs.
-      norms: the reports.
+      norms: a report on each norm.
     """
 
     dtype: str
@@ -127,24 +126,25 @@ def check_params(
     Here, u is half the unit roundoff of ``dtype``, and 0.83 u is about the root mean square of the
     relative rounding errors of normal numbers. q is the spacing of the subnormal numbers of
     ``dtype``. If y is rotated in pairs of columns (:func:`jaxnorm.rms_norm_rope`), the rounding
-    errors of both columns of a pair contribute. The first term under the root is then
-    ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2``. Here, partner_j is the scale of the other
-    column of the pair. The function runs on the host, and copies the parameters there.
+    errors of both columns of a pair contribute. Let partner_j be the scale of the other column of
+    the pair. The first term under the root is then
+    ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2``. The function runs on the host, and copies the
+    parameters there.
 
     Args:
       params: a tree of parameters with the names of Flax (linen or nnx), equinox or PyTorch. Names
-        may be nested, or joined by dots or slashes. It may be a model that is such a tree, as in
-        equinox. Leaves may be stacked over layers. A module *looks like a norm* if its name is that
-        of a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of its
-        class has ``Norm`` in it. The scale of a norm is
+        may be nested, or joined by dots or slashes. An equinox model is such a tree itself. Leaves
+        may be stacked over layers. A module *looks like a norm* if its name is typical of norms
+        (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of its class
+        contains ``Norm``. The scale of a norm is one of the following leaves:
 
         - a leaf named ``scale``;
         - a leaf named ``weight`` next to a ``bias`` of the same shape (the bias of a linear layer
           has another shape);
         - a leaf named ``weight`` without a ``bias``, if the leaf has one axis, or if its module
           looks like a norm;
-        - a leaf named ``w`` or ``gamma``, if its module looks like a norm. (Models that define
-          their own norm class use these names, for example in Tunix.)
+        - a leaf named ``w`` or ``gamma``, if its module looks like a norm. (Some models define
+          their own norm class and use these names, for example the models in Tunix.)
 
         A leaf named ``bias`` next to the scale is the norm's bias. Next to ``w`` or ``gamma``, it
         may also be named ``b`` or ``beta``.
@@ -153,15 +153,16 @@ def check_params(
       rotated: name or names of the norms whose output is rotated, such as ``("q_norm", "k_norm")``.
         A name is the last part of a norm's path, or the last few parts. The last axis of such a
         norm's scale must have one element for each column of a head.
-      rotated_columns: number of rotated columns in these norms: twice the last axis of the tables;
-        None for all columns.
-      interleaved: how columns form pairs in these norms, as in :func:`jaxnorm.rms_norm_rope`.
-      scale_names: further name or names of scales, in norm classes that the model defines. A leaf
-        with such a name is treated like one named ``weight``.
+      rotated_columns: number of rotated columns in each norm that ``rotated`` names. This is twice
+        the length of the last axis of cos and sin. None if all columns are rotated.
+      interleaved: True if adjacent columns are rotated in pairs, False if a pair is one column of
+        each half; as in :func:`jaxnorm.rms_norm_rope`.
+      scale_names: name or names of scales in norm classes that the model itself defines. A leaf
+        with such a name is treated like a leaf named ``weight``.
 
     Returns:
-      A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. If
-      no norm is found, its attribute ``safe`` is False.
+      A :class:`ParamReport`: a sequence of :class:`NormReport`, each with a verdict; ``print`` it
+      for a table. If no norm is found, its attribute ``safe`` is False.
 
     Raises:
       TypeError: ``dtype`` is not a supported float dtype; a scale or bias is not a real float
@@ -273,11 +274,10 @@ def _report(
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
-    # The backward pass recovers x_hat and clips it to the largest value that a correct x_hat can
-    # have. So the computed gradient is not much larger than the correct one, even if the recovered
-    # x_hat consists of rounding errors only. The error of the computed gradient is then at most
-    # about as large as the correct gradient. Therefore, the predicted relative error is limited to
-    # 1.
+    # The backward pass clips the recovered x_hat (the normalised x) to the largest value that x_hat
+    # can have. So even if x_hat consists of rounding errors only, the computed gradient is not much
+    # larger than the correct one. Its error is then at most about as large as the correct gradient.
+    # Therefore, the predicted relative error is limited to 1.
     worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
     return NormReport(
         path=path,
@@ -312,7 +312,7 @@ def _partners(rotated: int | None, interleaved: bool, path: str, columns: int) -
     Args:
       rotated: number of leading columns that are rotated; None for all.
       interleaved: True if a pair is two adjacent columns, False if it is one column of each half.
-      path, columns: path and number of columns of the norm.
+      path, columns: path of the norm (for an error message), and its number of columns.
     """
     count = columns if rotated is None else rotated
     if count % 2 or not 0 <= count <= columns:
@@ -342,7 +342,7 @@ def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -
 def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
     """Return the predicted relative error of scale's gradient, for each column.
 
-    `spread` is, for each column, the root mean square of y divided by |scale|.
+    `spread` has a number for each column: the root mean square of the output y, over |scale|.
     """
     info = jnp.finfo(y_dtype)
     # Half the unit roundoff is about the mean relative rounding error of normal numbers.

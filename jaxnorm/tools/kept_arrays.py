@@ -1,4 +1,4 @@
-"""A traced derivative as a graph of arrays, of which `memory_report` lists those that are saved.
+"""A traced derivative as a graph of arrays. `memory_report` lists the arrays that are saved.
 
 A node of the graph is an array, with the primitive that makes it, its operands and its users. The
 body of a called function (`jax.jit`, custom rules, `jax.checkpoint`) becomes part of its caller's
@@ -22,7 +22,8 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jaxnorm.remat import costs
 from jaxnorm.remat.programs import scan_counts
 
-# Libraries that call the primitives of a model. Other packages may contain the model itself.
+# Libraries through which models call primitives. `_line` skips their frames in tracebacks. Other
+# installed packages may contain the model itself.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
 #: Primitives of functions with custom derivatives.
@@ -55,10 +56,10 @@ class Value:
       local: shape of one device's shard if the array's type includes its sharding; otherwise
         `shape`.
       made_by: name of the primitive that computes the array. If no primitive computes it, this is
-        one of five texts: ``"argument"`` (a constant or an argument of the program), ``"carry"``
-        (an array in the carry of a scan), ``"layer's"`` (the slice that one iteration of a scan
-        gets of a stacked operand), ``"literal"``, or `STACKED` (an array that a scan stacks from
-        the results of its iterations).
+        one of five texts: ``"argument"`` (a constant or an argument of the program); ``"carry"``
+        (an array in the carry of a scan); ``"layer's"`` (the slice of a stacked operand for one
+        iteration of a scan); ``"literal"``; or `STACKED` (an array that a scan stacks from the
+        results of its iterations).
       operands: the operands of the primitive that computes the array.
       source: the user's line, ``"file.py:12 (function)"``; "" if unknown.
       layers: number of times that the program computes the array: the product of the lengths of the
@@ -104,10 +105,9 @@ class Program:
     Attributes:
       values: all arrays that equations compute, in the order of the equations.
       saved: the saved arrays, each once, without arguments, constants and empty arrays.
-      outputs: the first results of the program, in order; arrays may occur several times.
-      by_origin: a dict of the saved arrays. The key of a saved array ``v`` is ``origin(v)``. If
-        ``v`` is the result of primitives that only name or copy an array, ``origin(v)`` is that
-        array. Otherwise, it is ``v``.
+      outputs: the results that the derivative saves, in order. An array may occur several times.
+      by_origin: a dict that maps ``origin(v)`` to ``v`` for each saved array ``v``. If primitives
+        only name, copy or stack an array to make ``v``, ``origin(v)`` is that array.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class Program:
         ]
         self.outputs = results[:count]
         computed = [v for v in self.outputs if origin(v).made_by not in ("argument", "literal")]
-        # XLA stores an array once, even if it is saved for each of several users that vary over
-        # other axes of a mesh.
+        # An array may be saved as several copies, which JAX marks as varying over different axes of
+        # a mesh. XLA stores the array once.
         self.saved = [*{_unvaried(v): v for v in reversed(computed) if v.bytes}.values()][::-1]
         self.by_origin = {origin(v): v for v in self.saved}
 
     @functools.cached_property
     def live(self) -> Container[Value]:
-        """The arrays from which the program's results are computed; others are only saved."""
+        """The arrays on which results, or final carries of scans, depend; others are only saved."""
         ends = [*self._returned, *self._results_of_scans]
         return reached(ends, lambda value: value.operands)
 
@@ -172,7 +172,7 @@ class Program:
             name = _name(equation)
             operands = [read(v) for v in equation.invars]
             body = _body(equation)
-            # In derivatives, some equations have no source line. They get that of an operand.
+            # In derivatives, some equations have no source line. They get the line of an operand.
             lines = (source, _line(equation), *(v.source for v in operands), around)
             line = next(filter(None, lines), "")
             is_rule = name in CUSTOM and not self._inlines_rules and not _is_library_s(body)
@@ -186,7 +186,7 @@ class Program:
                     for value, v in zip(inside, equation.outvars)
                 ]
             else:
-                # Each result of a barrier is one of its operands.
+                # Each result of a barrier is a copy of one operand.
                 several = name == "optimization_barrier"
                 made_of = [[v] for v in operands] if several else [operands] * len(equation.outvars)
                 results = [
@@ -234,7 +234,7 @@ def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
 
 
 def _unvaried(value: Value) -> tuple[Value, tuple[int, ...]]:
-    """Return the array that a saved array is a copy of, for other axes of a mesh; and its shape."""
+    """Return the array that a saved array copies or stacks, and the saved array's local shape."""
     shape = value.local
     while value.made_by in (STACKED, "pvary"):
         value = value.operands[0]
@@ -299,7 +299,7 @@ def _folder(library: str) -> str:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    """Return the folders of installed packages, and of libraries that are installed elsewhere."""
+    """Return the folders of Python, of installed packages, and of the libraries `_LIBRARIES`."""
     installed = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
     return (*(os.path.join(folder, "") for folder in installed), *map(_folder, _LIBRARIES))
 
@@ -313,9 +313,9 @@ def is_installed(file: str) -> bool:
 def _line(equation: Any) -> str:
     """Return the line of the user's code that creates an equation; "" if it is unknown.
 
-    This is the innermost line of the equation's traceback that is in no installed package. If all
-    are, it is the innermost line that is not of JAX or another library in `_LIBRARIES`, with the
-    name of its package: ``"keras/numpy.py:182 (matmul)"``.
+    This is the innermost line of the equation's traceback that is outside installed packages. If
+    all lines are in packages, it is the innermost line of a package that is not in `_LIBRARIES`,
+    with the name of the package: ``"keras/numpy.py:182 (matmul)"``.
     """
     package = ""
     trace = equation.source_info.traceback

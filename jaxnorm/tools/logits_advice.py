@@ -1,8 +1,8 @@
-"""Advice on logits that a loss of a linear layer need not save.
+"""Advice to compute a loss by one of jaxnorm's losses of a linear layer, which save no logits.
 
-The logits are the result of a matmul with many more classes than features. If each position's
-logits are used only by computations of that position, `jaxnorm.linear_loss` can do these
-computations. A linear loss with a name is advised instead if it returns the same numbers.
+Logits are the result of a matmul with many more classes than features. If the loss of a position
+depends only on the logits of this position, `jaxnorm.linear_loss` can compute it. A specific loss,
+such as `jaxnorm.linear_softmax_cross_entropy`, is advised instead if it returns the same numbers.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from jaxnorm.tools.values import Head, Rows, stored
 # Primitives that return the elements of their operand in another shape, order or dtype.
 _COPYING = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", *NAMING}
 
-# Primitives of sums, also over the iterations of a scan.
+# Primitives that add or copy elements. A scan may add the results of its iterations.
 _SUMS = {"add", "add_any", "neg", "reduce_sum", "scan", "sub", STACKED, *_COPYING}
 
 
@@ -54,13 +54,13 @@ class Advice(NamedTuple):
 
 @np.errstate(all="ignore")
 def advice(program: Program, forward: Callable[[], Program]) -> dict[Value, tuple[Advice, int]]:
-    """Return a dict: for each saved array, the advice that frees it and the number of freed bytes.
+    """Return a dict that maps saved arrays to the advice that frees them, and to the freed bytes.
 
     `forward` returns the program that is differentiated, in which custom derivatives are visible.
 
-    Arrays that no advice frees are not in the dict. If the program then saves other arrays instead,
-    their bytes are deducted from the largest freed array. If they are more than the size of that
-    array, the rest is deducted from the next largest one, and so on.
+    Arrays that no advice frees are not in the dict. If the program saves other arrays instead,
+    their bytes are deducted from the freed bytes: first from the largest freed array, then from
+    the next largest one, and so on.
     """
     found: dict[Value, tuple[Advice, int]] = {}
     for one in _losses(program, forward):
@@ -78,11 +78,11 @@ class _Replaced(NamedTuple):
 
     Attributes:
       function: name of the linear loss.
-      head: the linear layer.
+      head: the linear layer that computes the logits.
       cuts: the results of the part.
-      rows: the positions of the arrays in the part.
-      options: arguments of the linear loss.
-      is_summed: True if only a sum over the positions is used.
+      rows: the positions of each array in the part; see `values.positions`.
+      options: a dict that maps arguments of the linear loss to source text.
+      is_summed: True if the program uses only a sum of the results over the positions.
     """
 
     function: str
@@ -93,13 +93,13 @@ class _Replaced(NamedTuple):
     is_summed: bool
 
     def is_in_order(self) -> bool:
-        """Return True if the results have the logits' positions, or some of them, in order."""
+        """Return True if the results have the logits' positions in order; some may be absent."""
         numbers = [stored(self.rows[v]).ravel() for v in self.cuts]
         return bool(numbers) and all(np.all(np.diff(n) >= 0) for n in numbers)
 
 
 def _losses(program: Program, forward: Callable[[], Program]) -> Iterator[Advice]:
-    """Yield advice on each matmul whose result a linear loss need not save."""
+    """Yield advice for each matmul whose result is not saved if a linear loss is used."""
     heads = [h for v in program.values if v in program.live and (h := _head(v)) is not None]
     for head in heads:
         if head.logits.is_active and head.classes**2 > 2 * head.weight.size:
@@ -131,7 +131,7 @@ def _is_given(value: Value) -> bool:
 
 
 def _copies(value: Value) -> list[Value]:
-    """Return a value, the array of which it is a copy or a broadcast, and so on."""
+    """Return a list: a value, the array that it copies or broadcasts, and so on to the original."""
     found = [value]
     while found[-1].made_by in _COPYING:
         found.append(found[-1].operands[0])
@@ -167,9 +167,9 @@ def _replaced(
 
 
 def _has_custom_derivative(logits: Value, forward: Program) -> bool:
-    """Return True if a function with a custom derivative is applied to what the logits compute.
+    """Return True if the argument of a function with a custom derivative depends on the logits.
 
-    A loss with a name returns the same numbers, but it may have other gradients.
+    A specific loss returns the same numbers as this function, but may have other gradients.
     """
     before = reached([v for v in forward.values if v.made_by in CUSTOM], lambda v: v.operands)
     key = logits.source, logits.shape
@@ -179,7 +179,7 @@ def _has_custom_derivative(logits: Value, forward: Program) -> bool:
 def _inside(
     head: Head, cuts: Collection[Value], users: Callable[[Value], Sequence[Value]]
 ) -> dict[Value, None]:
-    """Return the arrays that are computed from the logits before `cuts`, and `cuts`."""
+    """Return the logits and the arrays computed from them, up to and including `cuts`."""
     return reached([head.logits], lambda v: () if v in cuts else users(v))
 
 
@@ -188,7 +188,7 @@ def _live(value: Value, program: Program) -> list[Value]:
 
 
 def _are_summed(losses: Sequence[Value], rows: Rows, program: Program) -> bool:
-    """Return True if there is one loss for each position, of which only a weighted sum is used."""
+    """Return True if each position has one loss, and only a weighted sum of the losses is used."""
 
     def is_linear(value: Value) -> bool:
         of_losses = [v.is_active for v in value.operands]
@@ -206,9 +206,10 @@ def _are_summed(losses: Sequence[Value], rows: Rows, program: Program) -> bool:
 
 
 def _advice(part: _Replaced, program: Program) -> Advice:
-    """Return advice to use a linear loss for the arrays between a matmul and `cuts`.
+    """Return the advice to compute a part of the program by a linear loss.
 
-    A sum or a mean saves the gradients of its operands; other linear losses save the operands.
+    If a linear loss returns a sum or a mean over positions, it saves the gradients of its operands.
+    Otherwise, it saves the operands.
     """
     function, head, cuts, rows, options, is_summed = part
     inside = _inside(head, cuts, lambda v: v.users)
@@ -225,7 +226,7 @@ def _advice(part: _Replaced, program: Program) -> Advice:
         saved = [v for v in copies if v in program.by_origin]
         if is_summed:
             users = {u for v in saved for u in v.users if u.made_by != STACKED}
-            # The derivative of a function of jaxnorm may use its result.
+            # The derivative of a jaxnorm function may use the function's own result.
             own = [v for v in saved if not v.made_by.startswith("jaxnorm.")]
             is_free = not operand.is_active or (bool(own) and users <= {*inside, *copies})
         else:

@@ -1,4 +1,4 @@
-"""Values of a loss, which are compared with those of jaxnorm's losses of a linear layer."""
+"""Recognise a loss: compare its values for random logits with those of jaxnorm's linear losses."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ from scipy import special
 from jaxnorm.tools.kept_arrays import Value
 from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree, stored, sums_classes
 
-# Numbers that differ less differ because numbers in the program are rounded to float32.
+# Smaller relative differences are attributed to the rounding of literals to float32.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
-# Standard deviations of the logits of the draws. Large logits show where a loss clips them.
+# Standard deviation of the logits in each draw. The draw of large logits shows if a loss clips.
 _DEVIATIONS = np.array([3.0, 60.0, 3.0, 3.0])
 
 
@@ -22,10 +22,12 @@ class Loss:
     Attributes:
       heads: the linear layer of the logits and, if there are two, the teacher's linear layer.
       rows: the arrays that are computed from the logits position by position.
-      draws: values of these arrays, for several logits, labels and weights. The last draw has the
-        values of the first one after each `stop_gradient`, although its logits are others. A loss
-        that has the right values, but other gradients, has other values there.
-      logits, results: the values of arrays with a number for each class, and for each position.
+      draws: values of these arrays, for several random logits, labels and weights. The last draw
+        has other logits than the first one, but the same values after each `stop_gradient`. So a
+        loss with the right values, but other gradients, differs in this draw.
+      logits: values, in each draw, of the arrays with a number for each class.
+      results: values, in each draw, of the arrays with one number for the position. Arrays that
+        the program sums over classes are included, as their sums.
     """
 
     def __init__(self, heads: Sequence[Head], rows: Rows) -> None:
@@ -49,11 +51,11 @@ class Loss:
                     self.results[value] = found.sum(1)
 
     def found(self) -> Iterator[tuple[str, set[Value], set[Value], dict[str, str]]]:
-        """Yield each jaxnorm loss that the program computes.
+        """Yield each jaxnorm loss that the program computes, as (name, arrays, entropies, options).
 
-        It is yielded as ``(name, arrays, entropies, options)``. ``arrays`` are the program's arrays
-        whose values are those of the loss, ``entropies`` the arrays whose values are the entropies.
-        Both may have the other sign. ``options`` are the loss's arguments, as source text.
+        ``arrays`` are the program's arrays that are equal to the loss, up to the sign.
+        ``entropies`` are its arrays that are equal to the entropies, up to the sign. ``options``
+        maps arguments of the loss to source text.
         """
         for z, numbers in self.logits.items():
             log_p = special.log_softmax(numbers, -1)
@@ -73,13 +75,13 @@ class Loss:
                         yield "linear_kl_divergence", found, set(), options | reverse
 
     def _equal(self, numbers: np.ndarray) -> set[Value]:
-        """Return the arrays that have these numbers, or the numbers with the other sign."""
+        """Return the arrays that are equal to these numbers in all draws, up to the sign."""
         units = _DEVIATIONS[: len(self.draws)]
         found = [(v, r / units) for v, r in self.results.items()]
         return {v for v, r in found if agree(r, numbers / units) or agree(r, -numbers / units)}
 
     def _labels(self) -> set[tuple[int, ...]]:
-        """Return the values of the integers that may be labels: an index for each draw."""
+        """Return the candidates for the label: integer arrays, as tuples of an index per draw."""
         known = [draw.arrays for draw in self.draws]
         common = [v for v in known[0] if np.issubdtype(v.dtype, np.integer)]
         common = [v for v in common if v not in self.rows and all(v in each for each in known)]
@@ -96,10 +98,11 @@ class Loss:
         return options | named if agree(scales, other_scales) else None
 
     def _options(self, value: Value, head: Head) -> tuple[dict[str, str], np.ndarray] | None:
-        """Return the options with which a loss computes `value` from the logits of a head.
+        """Return the options with which a loss computes `value` from logits, and its scales.
 
-        It computes ``cap * tanh(scale * (logits + bias) / cap)``, or the same without a cap. Also
-        return the scale in each draw. Return None if `value` is computed in another way.
+        From the logits of a head, a loss computes ``cap * tanh(scale * (logits + bias) / cap)``
+        or, without a cap, ``scale * (logits + bias)``. The second item of the result is an array
+        with the scale in each draw. The result is None if `value` has another form.
         """
         scales, caps, options = [], [], dict[str, str]()
         for draw in self.draws:

@@ -1,4 +1,4 @@
-"""The report of ``python -m jaxnorm``: versions, devices, and what runs each function."""
+"""The report of ``python -m jaxnorm``: versions, devices, and implementations of functions."""
 
 import ctypes
 import inspect

@@ -26,7 +26,7 @@ from jaxnorm.tools.text import mib, short, table
 # Limits of the printed table: its width in characters, its maximum number of rows, and the fraction
 # of the total bytes below which a row is not shown.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
-# `auto_remat` is advised if it saves at least this fraction of the total bytes.
+# `auto_remat` is advised if it reduces the total bytes by at least this fraction.
 _WORTHWHILE = 0.01
 # The report shows several arrays in one row if all of the following fields of `KeptArray` are
 # equal: shape, dtype, source, made_by, layers and advice.
@@ -51,7 +51,7 @@ class KeptArray:
         outside of scans.
       advice: a change to the code after which these arrays are not saved; None if there is none.
       saves: number of bytes by which the total falls if the advice on these arrays is followed.
-      count: number of arrays, times their layers.
+      count: number of arrays in the group, times ``layers``.
     """
 
     bytes: int
@@ -71,10 +71,10 @@ class KeptArray:
 
 
 class Remat(NamedTuple):
-    """The number of bytes that `auto_remat` saves, and its price.
+    """The number of bytes that `auto_remat` frees, and the time that it costs.
 
     Attributes:
-      saves: number of bytes by which it reduces the total.
+      saves: number of bytes by which `auto_remat` reduces the total.
       recompute: predicted time of recomputation, divided by the time of both passes.
       together: number of bytes by which the total falls if other advice is followed as well.
     """
@@ -96,13 +96,13 @@ class MemoryReport:
         - ``shape``, ``dtype``: shape and dtype of one array. If a scan stacks the array of each
           iteration, this is the shape of the stacked array;
         - ``source``: the user's line that computes the array, ``"file.py:12 (function)"``. If only
-          lines of installed packages do, the name of the package precedes the file;
+          installed packages compute it, the name of a package precedes the file;
         - ``made_by``: JAX's name of the operation that computes the array;
         - ``layers``: number of layers in one array: the number of iterations of the scans that
           stack it; 1 outside of scans;
         - ``advice``: a change to the code after which these arrays are not saved, or None;
         - ``saves``: number of bytes by which this change reduces the total;
-        - ``count``: number of arrays, times their layers.
+        - ``count``: number of arrays in the group, times ``layers``.
     """
 
     total: int
@@ -114,7 +114,7 @@ class MemoryReport:
 
     @property
     def saves(self) -> int:
-        """Number of bytes by which the total falls if all advice is followed, also `auto_remat`."""
+        """Number of bytes by which the total falls if all advice and `auto_remat` are applied."""
         alone = sum(row.saves for row in self.rows)
         return alone if self._remat is None else max(alone, self._remat.together)
 
@@ -243,10 +243,10 @@ def memory_report(
 
     Returns:
       A :class:`MemoryReport`, with ``total`` and ``saves`` in bytes, and ``rows``; ``print`` it for
-      a table. Its text says what :func:`auto_remat` saves and costs. Rows have advice if they are
-      logits, or computed from logits, that :func:`linear_loss` or a linear loss with a name need
-      not save. A loss with a name is advised only if it returns the same numbers as the code for
-      random logits.
+      a table. Its text states how many bytes :func:`auto_remat` frees, and the time that it costs.
+      If :func:`linear_loss` makes it unnecessary to save logits, or arrays computed from logits,
+      their rows have advice. A specific loss, such as :func:`linear_kl_divergence`, is advised
+      instead if it returns the same numbers as the code for random logits.
 
     Raises:
       TypeError: f is not a function; ``argnums`` is neither an integer nor a sequence of integers;
@@ -285,7 +285,7 @@ def report_of(
             "after it: memory_report(f, *args)"
         )
     places = _places(argnums, len(args))
-    # An argument that is a Python number is data. A number inside an argument is an option.
+    # A Python number that is a whole argument is data. A number in a tree of arrays is an option.
     args = tuple(jnp.asarray(a) if i in places and _is_number(a) else a for i, a in enumerate(args))
     with_paths, tree = jax.tree_util.tree_flatten_with_path(args)
     leaves = {i: leaf for i, (_, leaf) in enumerate(with_paths)}
@@ -359,7 +359,7 @@ def report_of(
     tangents = [a for a, is_moving in zip(call.arrays, mask) if is_moving]
     found = planning.survey(call.region(), mask, call.arrays, tangents)
     recompute = found.recomputed(planning.unlimited()) / (found.seconds or 1.0)
-    # XLA may shard the saved arrays: `default` counts entire arrays then.
+    # If XLA chooses shardings, `default` and `least` count whole arrays, `report` counts shards.
     saves, together = (
         n * report.total // default for n in (default - least, default - least + also)
     )
@@ -423,7 +423,7 @@ def _places(argnums: int | Sequence[int], count: int) -> set[int]:
 def _is_array(a: Any) -> bool:
     """Return True for an array or a `jax.ShapeDtypeStruct`, and False for a Python number.
 
-    Python numbers among the arguments are options of the model, not data.
+    Python numbers in the arguments' trees are options of the model, not data.
     """
     return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not _is_number(a)
 

@@ -20,8 +20,8 @@ from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# A dict that maps the name of each function without kernels to a reason. For such a function,
-# `implementation_for` reports that XLA runs it, and gives this reason.
+# The functions without kernels, and the reasons that `implementation_for` gives for running them in
+# XLA.
 _XLA_ONLY = {
     "gated_linear": "its matmul is XLA's, which computes the rest in fusions",
     "activation_linear": "its matmul is XLA's, which computes the rest in fusions",
@@ -51,10 +51,10 @@ def implementation_for(
     """Return the implementations that would run a call of `function`, and the reasons.
 
     The call is traced, but not run. The plan says what runs, not what is fastest: plain JAX may be
-    faster than a kernel, because XLA fuses it with the operations around it. Under ``jax.vmap``,
-    the plan is that of an x with a batch axis: put the size of the batch in front of `shape`. If
-    parameters are batched, or if their gradients are computed for each batch element, pass
-    parameters whose first axis is the batch.
+    faster than a kernel, because XLA fuses it with the operations around it. ``jax.vmap`` adds a
+    batch axis to x: put the size of the batch in front of `shape`. If parameters are batched, or if
+    their gradients are computed for each batch element, pass parameters whose first axis is the
+    batch.
 
     Args:
       function: name of a public function, such as ``"add_rms_norm"``.
@@ -62,12 +62,12 @@ def implementation_for(
         shard.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
         default device. (A real call uses the platform for which its program is lowered.)
-      arguments: further arguments of the function, by name. Arrays, such as ``scale``, may be given
-        as ``jax.ShapeDtypeStruct``. Required arrays may be omitted. A residual or a gate then has
-        the shape and dtype of x, labels are int32, and a weight is square. cos and sin are then
+      arguments: the function's arguments after the first one, by name. Arrays, such as ``scale``,
+        may be ``jax.ShapeDtypeStruct``. Required arrays may be omitted. A residual or a gate then
+        has the shape and dtype of x, labels are int32, and a weight is square. cos and sin are then
         float32 tables that rotate all columns: for an x of shape (..., length, heads, d), their
-        shape is (length, 1, d / 2). The plan is for a backward pass that computes the gradients of
-        all arrays but cos and sin, and but scales of logits, which have no derivative.
+        shape is (length, 1, d / 2). The backward pass of the plan computes the gradients of all
+        float arrays, except cos, sin and scales of logits.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; ``print`` it
@@ -168,10 +168,10 @@ def _of_linear_logits(
     names = ("implementation", "logits_scale", "logit_softcap", "teacher_logit_softcap", "reverse")
     options = {name: arguments[name] for name in names if name in arguments}
     scale, where = options.get("logits_scale"), arguments.get("where")
-    if hasattr(scale, "shape"):  # The scales of all rows. A scalar has the same plan.
+    if hasattr(scale, "shape"):  # It may be a scale for each row. A scalar has the same plan.
         options["logits_scale"] = jax.ShapeDtypeStruct((), getattr(scale, "dtype", x.dtype))
     if where is not None and jnp.ndim(where) == len(x.shape):
-        options["where"] = jax.ShapeDtypeStruct((1, weight.shape[-1]), jnp.bool_)  # of classes
+        options["where"] = jax.ShapeDtypeStruct((1, weight.shape[-1]), jnp.bool_)  # masks classes
     rows = math.prod(x.shape[:-1])
     chunk = min(arguments.get("chunk") or rows, rows)
     plan = implementation_for(

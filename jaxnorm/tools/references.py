@@ -1,8 +1,8 @@
 """The public functions in plain JAX, for ``--check`` and for the tests.
 
-They are written from the equations, and share no code with the functions that they check. A
-function has the name of the operation, or of the public function, whose values it computes. JAX
-differentiates it, in float64. The normalised axis is the last one.
+They are written from the equations, and share no code with the functions that they check. Each has
+the name of the operation, or of the public function, whose values it computes. JAX differentiates
+them, in float64. The last axis is normalised.
 """
 
 import functools
@@ -36,7 +36,7 @@ log_softmax = functools.partial(softmax, log=True)
 
 
 def norm(x: Array, scale: Array, bias: Array | None = None, *, activation: str = "") -> Array:
-    """Return a LayerNorm, or without a bias an RMSNorm, and apply the activation to it."""
+    """Return the LayerNorm of x, or its RMSNorm if there is no bias, after the activation."""
     centred = x if bias is None else x - x.mean(-1, keepdims=True)
     y = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + _EPSILON) * scale
     y = y if bias is None else y + bias
@@ -67,7 +67,10 @@ def norm_add_norm(
 def norm_rope(
     x: Array, scale: Array, cos: Array, sin: Array, *, interleaved: bool = False
 ) -> Array:
-    """Rotate pairs of the columns of an RMSNorm: neighbours if `interleaved`, or of two halves."""
+    """Return the RMSNorm of x, with pairs of columns rotated by the tables cos and sin.
+
+    A pair is two adjacent columns if `interleaved`; otherwise, it is one column of each half.
+    """
     n, pairs = norm(x, scale), cos.shape[-1]
     columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
     first, second = columns.T if interleaved else columns
@@ -76,7 +79,7 @@ def norm_rope(
 
 
 def norm_gated(x: Array, gate: Array, scale: Array, *, norm_before_gate: bool = True) -> Array:
-    """Return ``norm(x) * silu(gate)``, or ``norm(x * silu(gate))``."""
+    """Return ``norm(x) * silu(gate)`` if `norm_before_gate`, else ``norm(x * silu(gate))``."""
     a = jax.nn.silu(gate)
     return norm(x, scale) * a if norm_before_gate else norm(x * a, scale)
 
@@ -138,7 +141,7 @@ def linear_log_prob_and_entropy(
 def linear_kl_divergence(
     x: Array, weight: Array, bias: Array, teacher_x: Array, teacher_weight: Array
 ) -> Array:
-    """Return the mean divergence between two linear layers' logits."""
+    """Return the mean KL divergence between the softmaxes of two linear layers' logits."""
     return kl_divergence(x @ weight + bias, teacher_x @ teacher_weight).mean()
 
 

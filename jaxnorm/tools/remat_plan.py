@@ -1,4 +1,4 @@
-"""remat_plan: what a function saves with `auto_remat`, what it computes again, and the frontier."""
+"""remat_plan: the arrays that a function saves with `auto_remat`, and the cost of saving fewer."""
 
 import dataclasses
 import html
@@ -15,7 +15,8 @@ from jaxnorm.tools.saved_names import Line, Saved
 from jaxnorm.tools.text import mib, short, table
 
 _NAME = "jaxnorm.remat_plan"
-# Limits of the printed plan: characters of a line, rows of arrays, points of the frontier, names.
+# Limits of the printed plan: characters in a line, rows of arrays, points of the frontier, and
+# lines with names.
 _WIDTH, _ROWS, _POINTS, _NAMES = 100, 12, 8, 12
 _BY_HAND = (
     "the same by hand: jax.checkpoint(f, policy=policy), for a function or a loop's body, and"
@@ -72,7 +73,7 @@ class RematPlan:
         return "\n".join([*lines, *(f"  {mib(p.bytes)}: {p.recompute:.1%}" for p in some)])
 
     def _names(self) -> str:
-        """Return the lines that save the same arrays with names placed by hand."""
+        """Return text with the code that saves the same arrays by hand, by `checkpoint_name`."""
         if not self._lines:
             return ""
         names = ", ".join(f'"{line.name}"' for line in self._lines)
@@ -177,7 +178,7 @@ def remat_plan(
 
 
 def _saved(derivative: Linearized, pricing: Pricing) -> Saved:
-    """Return the arrays that a region saves, without those that regions inside it save."""
+    """Return the arrays that a region saves, except arrays that the regions inside it save."""
     simple = [e for e in derivative.known if not costs.contains(e, "scan")]
     made = {v for e in simple for v in e.outvars}
     chosen = [derivative.values[i] for i in pricing.cut(derivative.graph).saved]

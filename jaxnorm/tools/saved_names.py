@@ -1,4 +1,4 @@
-"""Lines with ``checkpoint_name``, by which a user saves the arrays of a plan by hand."""
+"""The code with ``checkpoint_name`` that a user adds to save the arrays of a plan by hand."""
 
 import ast
 import collections
@@ -24,13 +24,13 @@ _WIDTH = 45
 
 
 class Line(NamedTuple):
-    """A line of code that names an array.
+    """Code that names an array, and its place in the user's code.
 
     Attributes:
       place: the line in the user's code, ``"model.py:12"``.
-      text: an assignment after this line, ``'q = checkpoint_name(q, "q")'``, or an expression that
-        takes the place of one in the line, ``'checkpoint_name(f(x), "f")'``.
-      name: the name of the array.
+      text: an assignment to add after this line, ``'q = checkpoint_name(q, "q")'``; or a call that
+        replaces its argument in this line, ``'checkpoint_name(f(x), "f")'``.
+      name: the name that the array gets.
     """
 
     place: str
@@ -42,9 +42,9 @@ class Saved(NamedTuple):
     """The saved arrays of a program.
 
     Attributes:
-      equations: the equations of the forward pass, in their order.
+      equations: the equations of the forward pass, in order.
       outputs: results of the program.
-      arrays: results of the equations that are saved.
+      arrays: the saved arrays. Each is a result of an equation.
     """
 
     equations: Sequence[Any]
@@ -65,9 +65,9 @@ class _Span(NamedTuple):
 def lines(programs: Sequence[Saved]) -> list[Line]:
     """Return lines that name the saved arrays of some programs.
 
-    An array can be named if it is the value of an expression of the user's code. Of several such
-    expressions, such as a function's result and a call of the function, the one is chosen that is
-    evaluated for the fewest other arrays.
+    An array can be named if it is the value of an expression in the user's code. It may be the
+    value of several expressions, such as the operand of ``return`` in a function and a call of this
+    function. The expression that names the fewest bytes of other arrays is chosen.
     """
     graphs = [*map(_Calls, programs)]
 
@@ -105,21 +105,21 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
     return found
 
 
-# Primitives whose operand and result can be saved in place of one another.
+# Primitives whose result can be saved instead of their operand, and vice versa.
 _COPYING = {"reshape", "squeeze", "transpose"}
-# The derivatives of these primitives use the result itself, and not a copy with a name. A policy
-# of names therefore computes the result again from the operand, which should be saved instead.
+# The derivatives of these primitives use the result itself, and not a copy with a name. Under a
+# policy of names, the result is therefore recomputed from the operand, so the operand is named.
 _USES_RESULT = {"exp", "exp2", "logistic", "rsqrt", "sqrt", "tanh"}
 
 
 class _Calls:
-    """The expressions of the user's code during whose evaluation a program's equations run."""
+    """For each equation of a program, the user's expressions in whose evaluation it runs."""
 
     def __init__(self, program: Saved) -> None:
         self._equations = program.equations
         chains = [*map(_chain, program.equations)]
-        # Equations in jitted functions of libraries may have no place in the user's code. They run
-        # in the expressions around the equations before and after them.
+        # Equations in jitted functions of libraries may have no place in the user's code. They get
+        # the expressions that the equations before and after them have in common.
         places = [i for i, chain in enumerate(chains) if chain]
         for before, after in itertools.pairwise(places):
             around = _common([chains[before], chains[after]])
@@ -141,9 +141,11 @@ class _Calls:
         return [s for level, s in levels if s in _targets(s.file) and v in self._values(i, level)]
 
     def equals(self, v: Var) -> list[Var]:
-        """Return the arrays that can be saved in place of `v`, with `v` itself, the best first.
+        """Return `v` and the arrays that can be saved instead of it, the best first.
 
-        They have the same size. `v` is computed from them, or they are `v` in another shape.
+        These are reshaped or transposed copies of `v`, and the operand of the equation that
+        computes `v`. The operand is included only if it is the only one and has the size of `v`,
+        and if the equation is not costly.
         """
         users = [self._equations[i] for i in self._users.get(v, ()) if i < len(self._equations)]
         maker = self._equations[self._maker[v]]
@@ -166,7 +168,11 @@ class _Calls:
             i = last
 
     def _evaluation(self, i: int, level: int) -> tuple[int, int]:
-        """Return the first equation of the evaluation of an expression, and that after its last."""
+        """Return the range of equations that run in one evaluation of an expression.
+
+        The range is a pair of indices: the first equation, and the equation after the last one.
+        The expression has the index `level` in the chain of equation `i`, the innermost first.
+        """
         outer = self._chains[i][level:]
         first, last = i, i + 1
         while first > 0 and self._chains[first - 1][-len(outer) :] == outer:
@@ -176,11 +182,11 @@ class _Calls:
         return first, last
 
     def _values(self, i: int, level: int) -> list[Var]:
-        """Return the value of the evaluation of an expression, in which equation `i` runs.
+        """Return the value of an expression, from the evaluation in which equation `i` runs.
 
-        It is the only value that equations outside of the evaluation use. If the same equation
-        computes several such values, the expression has been evaluated several times. Otherwise,
-        the result is empty.
+        It is the only value that is used outside of the evaluation. If there are several, and
+        equations with the same place and primitive compute them, the expression was evaluated
+        several times in a row, and all values are returned. Otherwise, the result is empty.
         """
         first, last = self._evaluation(i, level)
         used = [
@@ -222,7 +228,10 @@ def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def _targets(file: str) -> dict[_Span, str]:
-    """Return the expressions of a file with the variables that they are assigned to, or ""."""
+    """Return a dict that maps the expressions of a file to variables that they are assigned to.
+
+    An expression that is not assigned to a variable is mapped to "".
+    """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # such as a cell of a notebook with commands of the shell
@@ -256,7 +265,7 @@ def _source(span: _Span) -> str:
 
 
 def _word(code: str) -> str:
-    """Return a name for the value of an expression: a key, a function or a variable in it."""
+    """Return a name for an expression's value: a key, function or variable in it, or "saved"."""
     patterns = r"""\[["'](\w+)["']\]""", r"(\w+)\(", r"([^\W\d]\w*)"
     keys, functions, names = (re.findall(pattern, code) for pattern in patterns)
     return next(iter([*keys[-1:], *functions[:1], *names[:1], "saved"]))

@@ -41,8 +41,8 @@ _X = (2, 128, 1000)
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
-# `_CHANGES` is the number of random changes of the operands that measure errors. A bound is
-# `_SAFETY` times an error, so that no error in a large array exceeds its bound by chance.
+# To estimate rounding errors, the operands are changed at random, `_CHANGES` times. A bound is
+# `_SAFETY` times the estimate, so that no error in a large array exceeds its bound by chance.
 _CHANGES, _SAFETY = 8, 4.0
 
 
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """The formula, which has the name of the operation or of a function without one."""
+        """The formula in `references`. It has the name of the operation or of the function."""
         name = self.function
         options = {n: value for n, value in self.options.items() if n != "implementation"}
         formula = getattr(references, FUNCTIONS[name].op if name in FUNCTIONS else name)
@@ -82,8 +82,7 @@ class Case:
 def _norm(function: str) -> tuple[Case, ...]:
     """Return the cases of a norm.
 
-    A case has all operands that the norm can have. But RMSNorms have no bias here, because it is
-    rare.
+    They have all operands that the norm supports, except the bias of RMSNorms, which is rare.
     """
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
@@ -298,9 +297,8 @@ def check(
     Args:
       case: the case.
       dtype: dtype of its float operands.
-      form: a wrapper. It takes the function that runs both passes of the case, and returns another
-        function, which is called in its place. Tests use it to run the case under `jax.vmap` or on
-        a mesh.
+      form: a decorator of the function that runs both passes of the case. Tests use it to run the
+        case under `jax.vmap` or on a mesh.
       read: a function that extracts the case's part from an array that the wrapped function
         returns. For example, if `form` applies `jax.vmap`, `read` returns the array of one batch
         element.
@@ -334,17 +332,18 @@ def _expected(
 ) -> tuple[Any, Any]:
     """Return the results and gradients of both passes in float64, and bounds on their errors.
 
-    Rounding errors have the same effect as small changes of the operands and cotangents. The
-    relative size of these changes, u, is the unit roundoff of the arrays that the computation
-    stores, plus the roundoff of a float32 sum, whose rounding errors add up like a random walk. So
-    the operands are changed at random several times. The error of an element is the root mean
-    square of its changes. To this, u is added twice: relative to the element, and relative to the
-    root mean square of the array, because terms may cancel in the element.
+    Rounding errors have the same effect as small random changes of the operands and cotangents, so
+    these are changed several times. The relative size u of a change is the unit roundoff of the
+    arrays that the computation stores, plus the roundoff of a float32 sum. (The rounding errors of
+    a sum add up like a random walk.) The bound for an element of a result is `_SAFETY` times a sum
+    of three terms: the root mean square of the element's changes; u times the element; and u times
+    the root mean square of the result, because terms may cancel in the element.
     """
     both = jax.jit(passes(case.reference))
     constants = {name: given[name] for name in operands.constants}
     changed = {name: given[name] for name in operands.floats}, [*along.values()]
-    # The operands of a matmul are stored in `dtype`. Other functions store only their first result.
+    # The operands of a matmul are stored in `dtype`. Without a matmul, only results are stored. `u`
+    # depends on the dtype of the first one.
     stored = dtype if "weight" in case.shapes else operands.cotangents[0].dtype
     terms = max(size for shape in case.shapes.values() for size in shape)
     u = _roundoff(stored) + math.sqrt(terms) * _roundoff("float32")
@@ -379,7 +378,7 @@ def _on_a_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def _choices(program: Any) -> list[backends.Choice]:
-    """Return which implementation runs each call of a jaxpr on this platform, in their order."""
+    """Return the implementations of the calls in a jaxpr on this platform, in order."""
     here = backends.local_platform()
     return [backends.choose(call.as_seen_by, here) for call in calls_in(program)]
 

@@ -1,10 +1,11 @@
 """Values of a part of a traced program, with which `memory_report` verifies its advice.
 
-`positions` finds the arrays that are computed from logits position by position. `Draw` evaluates
-such arrays for one position, in float64, with random numbers in place of the other inputs. In both,
-arrays have the shapes that they have in the program. If an array does not vary along an axis, its
-elements are stored once, with a stride of 0. In `positions`, these are the axes of the classes; in
-`Draw`, the axes of the positions.
+A position is an index of the logits' axes, without the axis of the classes. `positions` finds the
+arrays that are computed from logits position by position. `Draw` evaluates such arrays for one
+position, in float64, with random numbers in place of the other inputs. Both return NumPy arrays
+with the shapes of the program's arrays. Along an axis on which such an array does not vary, one
+element is stored, with a stride of 0. In `positions`, these are the axes of the classes; in `Draw`,
+the axes of the positions.
 """
 
 import contextlib
@@ -22,11 +23,11 @@ from jaxnorm.tools.kept_arrays import NAMING, Program, Value, reached
 #: Maps an array to the positions of the logits from which its elements are computed.
 type Rows = dict[Value, np.ndarray]
 
-# Code and replacement agree up to a multiple of the rounding errors of float32, because literals in
-# the program, such as a temperature, are rounded to float32.
+# Numbers of the user's code and of its replacement agree if they differ by at most this, relative
+# to the largest number: literals in the program, such as a temperature, are rounded to float32.
 _TOLERANCE = 4 * float(np.finfo(np.float32).eps)
 
-# Maximum number of elements of an operand of an equation that is evaluated.
+# Equations whose operands have more elements are not evaluated.
 _LARGEST = 2**22
 
 # Random integers are less than this number, so that their exponentials are finite.
@@ -68,7 +69,7 @@ def agree(a: Any, b: Any) -> bool:
 
 
 def stored(a: np.ndarray, whole: Collection[int] = ()) -> np.ndarray:
-    """Return the stored elements of an array: one along each axis along which it does not vary.
+    """Return the stored elements of an array: only one along each axis with a stride of 0.
 
     The axes in `whole` keep all their elements.
     """
@@ -77,9 +78,9 @@ def stored(a: np.ndarray, whole: Collection[int] = ()) -> np.ndarray:
 
 
 def positions(program: Program, heads: Sequence[Head]) -> Rows:
-    """Return the arrays that are computed from logits, each position from its own logits alone.
+    """Return the positions of the arrays in which each position depends on its own logits only.
 
-    The logits of all heads have the same positions, and are among these arrays.
+    The arrays include the logits of all heads, which have the same positions.
     """
     rows: Rows = {}
     for head in heads:
@@ -89,7 +90,7 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
     draws = [Draw(rows, {}, {}, seed) for seed in range(2)]
     after = reached(rows, lambda v: v.users)
     for value in program.values:
-        # An operand that is computed from the logits of several positions is no input.
+        # An operand that depends on logits, but is not in `rows`, mixes positions. So does `value`.
         own = [v for v in value.operands if v in after]
         if own and rows.keys() >= {*own} and value in program.live and value not in rows:
             with contextlib.suppress(*_ERRORS):
@@ -98,7 +99,7 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
 
 
 def sums_classes(user: Value, rows: np.ndarray) -> bool:
-    """Return True if a user of an array with the positions `rows` sums it over its classes."""
+    """Return True if `user` is the sum of an array over its classes; `rows` has its positions."""
     of_classes = {i for i, n in enumerate(stored(rows).shape) if n == 1}
     return user.made_by == "reduce_sum" and of_classes <= {*user.equation.params["axes"]}
 
@@ -145,14 +146,15 @@ def _combined(value: Value) -> tuple[int, ...]:
 class Draw:
     """The values of a program's arrays at one position, for given logits.
 
-    Other inputs get random values: the arrays that are not computed from the logits, from which an
-    array is computed by operations that mix no positions. All floats are float64.
+    Arrays that do not depend on the logits are evaluated as far as possible. If this fails, because
+    the array is an argument, or because its operation mixes positions, the array is an input and
+    gets random values. All floats are float64.
 
     Attributes:
       rows: the result of `positions`.
       given: the logits, and other values that are given.
       arrays: the values that are known so far.
-      drawn: the inputs that got random values, and these values. Several draws may share them.
+      drawn: a dict that maps inputs to their random values. Several draws may share it.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class Draw:
         if name in _VIEWS:
             a = self(value.operands[0])
             is_cut = any(m != n and s == 0 for m, n, s in zip(a.shape, value.shape, a.strides))
-            if name == "slice" and is_cut and not is_row:  # it may be any part of the positions
+            if name == "slice" and is_cut and not is_row:  # it may pick some of the positions
                 raise UnknownError(name)
             return _VIEWS[name](value, a)
         if name == "gather" and is_row:
@@ -294,7 +296,7 @@ _ELEMENTWISE = {
     "sinh", "sqrt", "square", "stack", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 
-# Primitives that combine the elements along some axes, and the parameters that name the axes.
+# Parameters that name axes, and primitives that combine the elements along these axes.
 _AXES = {"axes", "axis", "dimension", "dimensions"}
 _ALONG = {
     "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",

@@ -24,7 +24,7 @@ from jaxnorm_kernels import timings
 _CALLS, _BATCHES = 20, 7
 
 
-# The dtypes of operands; those that are not named here are bfloat16.
+# The dtypes of some operands. Other operands are bfloat16.
 _DTYPES = {"labels": "int32", "cos": "float32", "sin": "float32"}
 _ROWS, _COLS = (8192, 4096), (4096,)
 
