@@ -12,9 +12,9 @@ Each warpgroup has a partition of the columns (see `partitions`). It processes t
 units. A unit has one vector for each thread of the 4 warps, and the shape ``(4, columns of a warp,
 width)``. The 32 lanes of a warp run along the width first, then along the columns.
 
-In GroupNorm, `group` neighbouring inner elements are normalised together, so they have one mean and
-one variance. In registers, a statistic is a ``(width,)`` array, in which all elements of a group
-have the same value, with identical bits. In memory, it has one value per group.
+In GroupNorm, `group` neighbouring inner elements are normalised together, so they share one mean
+and one variance. In registers, a statistic is a ``(width,)`` array, in which all elements of a
+group have the same value, with identical bits. In global memory, it has one value per group.
 
 If the width does not divide the inner axis, the last strip ends with the axis and overlaps the
 previous strip. If the group size does not divide the width, a strip may contain only a part of its
@@ -77,12 +77,12 @@ _PARTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class StripSchedule:
-    """How an array is split into strips, and a strip into parts (see the module's docstring).
+    """How an array is split into strips, and a strip among threads; see the module's docstring.
 
     Attributes:
       outer, cols, inner: shape of the array.
       vector: number of neighbouring inner elements that one thread loads and stores at once.
-      threads: number of threads whose neighbouring vectors cover a strip's width.
+      threads: number of neighbouring threads whose vectors together cover a strip's width.
       warpgroups: number of warpgroups (of 128 threads) per block.
       cluster: number of blocks that share a strip.
       group: number of neighbouring inner elements that are normalised together.
@@ -158,7 +158,7 @@ class StripSchedule:
         return self.outer, self.inner // self.group
 
     def partition(self, index: Any = 0) -> Partition:
-        """Return a warpgroup's columns, given its index among all warpgroups of the cluster."""
+        """Return the columns that warpgroup number `index` of the block or cluster processes."""
         unit = WARPS * self.shape[1]
         return Partition(self.cols, self.cluster * self.warpgroups, unit, index=index)
 
@@ -210,7 +210,7 @@ def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
 _VALUES = 16
 
 #: A statistic with a value for each inner element of a strip, ``(width,)``. Before the warps have
-#: exchanged values, it is ``(4, width)``: each of the warpgroup's four warps has a value over its
+#: exchanged values, it is ``(4, width)``: each of the warpgroup's four warps has a statistic of its
 #: own columns.
 Stat = jax.Array
 
@@ -373,7 +373,10 @@ class Strip:
         return is_first
 
     def group_sum(self, stat: Stat) -> Stat:
-        """For each inner element, return the sum of a statistic over the element's group."""
+        """For each inner element, return the sum of a statistic over the element's group.
+
+        A group consists of the inner elements that are normalised together.
+        """
         if self.strips.group == 1:
             return stat
         return group_sum(stat, self.start, self.strips, self.stages[-1])
@@ -385,9 +388,9 @@ class Strip:
         *,
         waits: bool = False,
     ) -> list[Stat]:
-        """Compute `count` sums over each warp's columns.
+        """Compute `count` sums over each warp's columns, for each inner element.
 
-        ``terms(fragment)`` returns one array of terms for each sum, for a range of columns.
+        ``terms(fragment)`` returns, for a range of columns, one array of terms for each sum.
         Asynchronous copies load the columns in several parts. If `waits` is True, wait for the
         copies of a part before reading the part.
         """
@@ -431,10 +434,11 @@ class Strip:
         carry: T,
         waits: bool = False,
     ) -> T:
-        """Run `step` on each unit of the warpgroup's columns, in a loop if there are many.
+        """Call ``carry = step(unit, carry)`` for each unit of the warpgroup's columns.
 
-        A unit consists of one vector per thread. Asynchronous copies load the columns in several
-        parts. If `waits` is True, wait for the copies of a part before reading the part.
+        A unit consists of one vector per thread. If there are many units, this is a loop.
+        Asynchronous copies load the columns in several parts. If `waits` is True, wait for the
+        copies of a part before reading the part. The last `carry` is returned.
         """
         body, *tail = self.partition.fragments()
         units, parts = self.partition.units, self.strips.parts if waits else 1
@@ -461,9 +465,9 @@ class Strip:
         first: Any,
         units: int,
     ) -> T:
-        """Run `step` on `units` consecutive units, each of which consists of one vector per thread.
+        """Call ``carry = step(unit, carry)`` for `units` consecutive units; see `_walk`.
 
-        The first of them begins `first` units after column `start`.
+        The first of them is unit number `first`, counted from column `start`.
         """
         unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)
