@@ -332,9 +332,9 @@ class Exchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Announce an equal part of the bytes that this block will receive, once per warpgroup.
+        """Announce this warpgroup's part of the bytes that the block will receive.
 
-        The block's barrier then waits for all of these bytes.
+        The block's warpgroups announce equal parts. Its barrier waits for all of them.
         """
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()

@@ -216,8 +216,8 @@ class HeadTile:
     def _ranges(self, of: Callable[[int], Layout]) -> list[tuple[pl.Slice, Layout]]:
         """Return the column ranges that are loaded or stored, and their register layouts.
 
-        All rotated columns are one range if pairs are interleaved, otherwise two ranges. The columns
-        that are not rotated are another range. ``of(vector)`` returns the layout with `vector`
+        If pairs are interleaved, the rotated columns are one range, otherwise two. The columns that
+        are not rotated are another range. ``of(vector)`` returns the layout with `vector`
         neighbouring columns per thread.
         """
         ranges = [(pl.ds(0, self.rotated), of(2 * self.vector))]

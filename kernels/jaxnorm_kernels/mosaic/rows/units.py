@@ -57,10 +57,11 @@ class RowFragments:
 
     @classmethod
     def of(cls, cols: int, widest: int, end: int | None = None) -> "RowFragments":
-        """Return `RowFragments` for rows of `cols` columns, with vectors of `widest` columns or less.
+        """Return `RowFragments` for rows of `cols` columns.
 
-        `widest` must be a power of 2. If rows are so short that a unit does not fit in the body,
-        the vectors are halved until it fits. By default, `end` is `cols`: there is no padding.
+        A vector has `widest` columns, which must be a power of 2. If rows are so short that a unit
+        does not fit in the body, the vector is halved until the unit fits. By default, `end` is
+        `cols`: there is no padding.
         """
         vector, end = widest, cols if end is None else end
         while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:
