@@ -78,7 +78,7 @@ class BackwardCall:
     def launch(
         self, body: Callable[[BackwardRefs], None], *, column_sums: int, **sizes: Any
     ) -> tuple[jax.Array, ...]:
-        """Launch a kernel with this body. `sizes` are passed to `launch`, such as ``warpgroups=2``.
+        """Launch a kernel with this body; `sizes` are passed on to the function `launch`.
 
         Returns the results per element, followed by one array for each of the `column_sums` column
         sums. Such an array is float32 and has one row of partial sums per block. The caller must
