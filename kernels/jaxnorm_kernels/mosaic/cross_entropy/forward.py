@@ -76,8 +76,8 @@ from jaxnorm_kernels.specs import Spec
 #: A maximum and sums over the columns that have been read so far: a tuple with two or three
 #: elements. The first is the maximum m, and the second is the sum s; both leave out the label's
 #: column. A third element exists in two cases. With label smoothing, it is the sum of x - r. If the
-#: entropy is returned, it is T / f, where f is the factor of the logits f * g(x). The module's
-#: docstring defines these letters.
+#: entropy is returned, it is T / f without the label's term, where f is the factor of the logits
+#: f * g(x). The module's docstring defines these letters.
 Sums = tuple[jax.Array, ...]
 
 

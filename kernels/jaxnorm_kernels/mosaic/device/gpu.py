@@ -17,7 +17,8 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: Maximum number of schedules in a cache. `kept` makes one cache for each `choose` function.
+#: Maximum number of schedules in a cache. `kept` creates one cache for each function that it
+#: decorates.
 SCHEDULES_KEPT = 1024
 
 # Limits of all GPUs that have clusters: the number of registers of a multiprocessor, and the
@@ -96,11 +97,11 @@ GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 
 def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
-    """Return `choose` with a cache for its results.
+    """Decorate a function that chooses a schedule: cache its results, and make the GPU optional.
 
-    `choose` maps the spec of a call and a GPU to a schedule. For the returned function, the GPU is
-    optional: the default is the local GPU. The cache saves time because each schedule is needed at
-    least twice: to check that the call is supported, and to run it.
+    `choose` maps the spec of a call and a GPU to a schedule. By default, the GPU is the local GPU.
+    The cache saves time because each schedule is needed at least twice: to check that the call is
+    supported, and to run it.
     """
     once = functools.lru_cache(maxsize=SCHEDULES_KEPT)(choose)
 

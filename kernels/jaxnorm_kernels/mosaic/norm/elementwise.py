@@ -88,9 +88,10 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh * G has underflowed to 0, and 1
-# / G may be infinite. The normalised input xh is then taken to be 0. This occurs only in float16.
-# In other dtypes, |G| is at least `Spec.scale_floor`, which is greater than this number.
+# Minimum |G| for which 1 / G is computed; G = scale + scale_offset. If |G| is smaller, y = xh * G
+# has underflowed to 0, and 1 / G may be infinite. The normalised input xh is then taken to be 0.
+# This occurs only in float16. In other dtypes, |G| is at least `Spec.scale_floor`, which is greater
+# than this number.
 _NO_RECIPROCAL = 2.0**-100
 
 

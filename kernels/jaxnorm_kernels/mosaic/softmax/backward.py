@@ -54,13 +54,13 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The backward pass of one row. The equations are in the module's docstring."""
+    """The backward pass of a row of a softmax. The equations are in the module's docstring."""
 
     spec: Spec
 
     @property
     def row_sums(self) -> int:
-        """Number of sums along a row."""
+        """Number of sums along a row, which is the number of arrays that `terms` returns."""
         return 1 + self._sums_weights
 
     @property
@@ -84,8 +84,9 @@ class SoftmaxFormula:
     ) -> jax.Array:
         """Return dz, the gradient of the logits.
 
-        `totals` are the sums of `terms`. `keep` contains the mask if masked elements have dz = 0
-        but a nonzero y (see the module's docstring). Otherwise, it is empty.
+        `totals` are the row's sums of `terms`. `keep` is a list with the mask, which is True for
+        unmasked elements, if masked elements have a nonzero y (see the module's docstring).
+        Otherwise, the list is empty.
         """
         total, *weights = totals
         if self.spec.renormalises:
@@ -100,9 +101,9 @@ class SoftmaxFormula:
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
         """Return `multiple`, with 0 in excluded elements.
 
-        `multiple` is the product of a factor with y (or, in log_softmax, with exp(y)). An element
-        is excluded if this y or exp(y) is 0. The factor may be NaN there, so the product would be
-        NaN instead of 0. If the call excludes no elements, `multiple` is returned unchanged.
+        An element is excluded if its y (in log_softmax, exp(y)) is 0. `multiple` is the product of
+        this number and a factor that may be NaN, so it may be NaN instead of 0 in excluded
+        elements. If the call excludes no elements, `multiple` is returned unchanged.
         """
         if not self.spec.drops_entries:
             return multiple
@@ -197,8 +198,8 @@ def _read(
 ) -> list[Sequence[jax.Array]]:
     """Load a tile's rows: return one tuple (y, d) for each fragment (range of columns).
 
-    y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, each tuple also
-    contains the mask, which is True for unmasked elements.
+    y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, a tuple is (y, d,
+    mask), and the mask is True for unmasked elements.
     """
     logits = LogitRows(tile, spec, row, mask)
     loaded = [logits.load(ref) for ref in (y_ref, dy_ref)]

@@ -85,7 +85,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # 0 if the entire row is masked, otherwise 1.
+            for count in counts:  # The count is 0 if the entire row is masked, otherwise 1.
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
