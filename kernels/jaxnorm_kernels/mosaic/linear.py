@@ -72,8 +72,8 @@ MULTIPLY = 2
 #: Number of rows of y that a warpgroup computes at the same time. A wgmma instruction computes 64
 #: rows.
 ROWS = 64
-#: Number of columns of a tile of x. 64 values of 16 bits fill a row of the widest swizzle, which has
-#: 128 bytes. (A swizzle is an order of the elements in shared memory that avoids bank conflicts.)
+#: Number of columns of a tile of x. 64 values of 16 bits fill a row of the widest swizzle, which
+#: has 128 bytes. (A swizzle is an order of elements in shared memory that avoids bank conflicts.)
 DEPTH = 64
 #: `STORED_BYTES`: number of neighbouring bytes that a store writes in each row of y.
 #: `STORES`: number of stores that a warpgroup may have in flight.
@@ -285,9 +285,9 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
     `shape` is the shape of the returned memory. Its layout has the widest swizzle that fits, up to
-    128 bytes. A swizzle of n bytes fits if n divides the number of bytes in a row of the tile, and
-    the number of bytes in a row of each of `arrays`. If two arrays must have the same swizzle, the
-    caller passes both, and calls this function once for each of them.
+    128 bytes. A swizzle of n bytes fits if n divides the bytes of a row of the tile, and the bytes
+    of a row of each of `arrays`. If two arrays must have the same swizzle, the caller passes both,
+    and calls this function once for each of them.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(

@@ -420,9 +420,8 @@ def launch_backward(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Fragment]) -> None:
-            # Start the loads of the logits first, and the loads of the row's few other numbers
-            # (statistics, cotangents) right after them, so that all of them are in flight at the
-            # same time.
+            # Start the loads of the logits first, and then the loads of the row's few other numbers
+            # (statistics, cotangents). All these loads are then in flight at the same time.
             raw = [load_units(of_block, ref, row) for ref in logit_refs]
             label = read_label(others[0], row) if has_label else None
             values = [load(ref.at[row], None) for ref in others[has_label:]]

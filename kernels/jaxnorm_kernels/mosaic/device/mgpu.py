@@ -232,8 +232,8 @@ def load_arrays(
     elements are depends on `at`:
 
     * `at` has an index for each axis of the ref: the elements of an array are adjacent in memory.
-    * `at` has fewer indices: the missing indices, those of the last axes, are 0. An array with n
-      axes is a slice of the ref's last n axes.
+    * `at` has fewer indices: the missing indices along the last axes are 0. An array with n axes is
+      a slice of the ref's last n axes.
 
     The result is a list. It has the arrays of the first ref, in the order of `starts`, then the
     arrays of the next ref, and so on.

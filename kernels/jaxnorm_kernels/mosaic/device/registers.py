@@ -206,7 +206,7 @@ def store_each(ref: Ref, index: jax.Array, value: jax.Array, layout: Layout) -> 
 def store_vectors(
     ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Store those elements of `value` whose index in `ref` is in the range [first, end).
+    """Store the elements of `value` whose index in `ref` is in the range [first, end).
 
     `ref` is an ``(n,)`` ref in global memory. The first element of `value` has index `start` in
     `ref`, the next element has index ``start + 1``, and so on. Each thread's vector must be either
@@ -219,7 +219,7 @@ def store_vectors(
 def store_where(
     ref: Ref, value: jax.Array, index: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Store those elements of `value` whose `index` is in the range [first, end).
+    """Store the elements of `value` whose `index` is in the range [first, end).
 
     `index` contains consecutive numbers along the last axis of `ref`, starting with any number.
     Each thread's vector must be either entirely inside the range or entirely outside. Elements of

@@ -123,8 +123,7 @@ class Formula(Protocol):
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         """Return the terms of the sums along the row: a list with one array for each sum.
 
-        The kernel adds up the terms. `elements` contains only the first `summed` row operands,
-        because the sums do not need the others.
+        The kernel adds up the terms. `elements` contains only the first `summed` row operands.
         """
         ...
 

@@ -1,10 +1,10 @@
 """Pipelined backward passes over narrow rows, in which each warp processes entire rows.
 
-As in the module `pipelined`, a persistent block (one that processes many rows) accumulates its
-column sums in registers, while asynchronous copies (TMA) fill a ring of buffers in shared memory,
-called stages. Here, a stage contains many rows. They are adjacent in memory, so one copy per input
-fills a stage. Sums along a row need no exchange between warps. At the end, the column sums of all
-warps are added in shared memory.
+As in the module `pipelined`, a block is persistent: it processes many rows, and accumulates its
+column sums in registers. Asynchronous copies (TMA) fill a ring of buffers in shared memory, called
+stages. Here, a stage contains many rows. They are adjacent in memory, so one copy per input fills a
+stage. Sums along a row need no exchange between warps. At the end, the column sums of all warps are
+added in shared memory.
 
 If the number of rows is not a multiple of the rows per stage, the last stage overlaps the previous
 one. The rows that are in both stages are called *stale* in the last stage. Their results are stored

@@ -250,7 +250,7 @@ class LogitRows:
 
         The values are not used in this case. The first columns come from the L1 cache, because they
         are loaded in any case. A branch around each load would be slower: a thread has predicate
-        registers for the conditions of only six loads, so further loads would wait.
+        registers for the conditions of only six loads, so the seventh load would wait.
         """
         shape = self.tile.shape(fragment.width)
         layout = self.tile.layout

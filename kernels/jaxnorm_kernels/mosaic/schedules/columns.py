@@ -1,4 +1,4 @@
-"""How many registers and how many bytes of memory each column of a row needs."""
+"""Numbers of registers and bytes that a column of a row needs, from which schedules follow."""
 
 import numpy as np
 

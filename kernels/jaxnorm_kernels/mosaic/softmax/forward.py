@@ -92,8 +92,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             elif not isinstance(tile, SplitRow):
                 y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
-                # Rescale e = exp(z - m_p), which this warp has computed with the maximum m_p of its
-                # own part of the row: exp(z - m) = exp(z - m_p) exp(m_p - m).
+                # This warp has computed e = exp(z - m_p) with the maximum m_p of its part of the
+                # row. Rescale it: exp(z - m) = exp(z - m_p) exp(m_p - m).
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
