@@ -366,7 +366,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
-        """Compute one half of the rows of each tile of y that the block computes."""
+        """Compute this warpgroup's half of the rows of each of the block's tiles of y."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -418,7 +418,7 @@ class _ProductKernel:
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the buffers of x and weight that `step` used. Its matmul must be finished."""
+        """Release the buffers of x and weight of a step, whose matmul must be finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])

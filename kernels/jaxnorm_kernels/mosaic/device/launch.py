@@ -155,7 +155,7 @@ def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
 def warpgroup_barrier() -> None:
     """Make each warp of the warpgroup wait until all four have arrived.
 
-    Pallas' automatic barriers are off in these kernels.
+    Kernels must call this where they need a barrier, because Pallas' automatic barriers are off.
     """
 
     # The interpreter runs a warpgroup as a single thread, so it needs no barrier.

@@ -108,7 +108,10 @@ def gain(scale: jax.Array, spec: Spec) -> jax.Array:
 
 
 def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
-    """Return 1 / G, or 0 where G is so small that xh = y / G cannot be recovered."""
+    """Return 1 / g, or 0 where g is so small that xh cannot be recovered from y = xh * g.
+
+    `g` is the result of `gain`, and xh is the normalised input.
+    """
     if spec.scale_floor is not None:
         return 1 / g
     none = jnp.abs(g) < _NO_RECIPROCAL

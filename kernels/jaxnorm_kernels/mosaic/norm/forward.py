@@ -118,8 +118,8 @@ class _Params:
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
         """Load the parameters in ``refs[k]``.
 
-        The result has one list per parameter. Each list contains one array per fragment. (In other
-        values of the type `Columns`, it is the other way round.)
+        The result has one list per parameter, which contains one array per fragment. (The method
+        `columns` returns one list per fragment instead.)
 
         ``index()`` returns the index of the row (or rows) to which the parameters are applied. If
         each group of rows has its own parameters, the index selects the group (see `of_group`).

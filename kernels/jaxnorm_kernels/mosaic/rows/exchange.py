@@ -167,9 +167,8 @@ def send(
 # Each block has memory for the values of all blocks (slots), and `TransactionBarriers` that count
 # the bytes arriving there. The time depends on the number of messages (``st.async`` instructions),
 # not on their length: with 64 messages per row instead of 512, LayerNorm's backward pass over 16
-# blocks takes a third less time (H200). So if only sums over all warps are needed, and not
-# immediately, the four warps of each warpgroup add their values first. Then the warpgroup sends
-# only the sums.
+# blocks takes a third less time (H200). So if only sums over all warps are needed (`RowSums`), the
+# four warps of each warpgroup first add their values, and the warpgroup sends only the sums.
 
 
 def _tree_sum(values: list[Any]) -> Any:

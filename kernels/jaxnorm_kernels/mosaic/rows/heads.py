@@ -186,7 +186,7 @@ class HeadTile:
             store_global(ref.at[rows, columns], value, layout)
 
     def store_param(self, ref: Ref, fragments: Sequence[jax.Array]) -> None:
-        """Store an array of columns in `ref`, a ``(cols,)`` array in global memory.
+        """Store one value per column in `ref`, a ``(cols,)`` array in global memory.
 
         `fragments` is a list with one array for each fragment (see the class's docstring).
         """

@@ -265,7 +265,7 @@ class LogitRows:
         return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
-        """Load one value for each row of the tile, or a single value if all rows use the same."""
+        """Load one value for each row of the tile, or a single value for all rows of the tile."""
         if isinstance(row, pl.Slice):
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)

@@ -356,7 +356,7 @@ class Strip:
 
     @property
     def _end(self) -> Any:
-        """Index behind the last inner element that this strip stores."""
+        """Index after the last inner element that this strip stores."""
         return jnp.minimum(self.fresh + self.strips.pitch, self.strips.inner)
 
     @property
@@ -508,10 +508,9 @@ def group_sum(stat: Stat, start: Any, strips: StripSchedule, scratch: Ref) -> St
         groups = lax.div(start + flat_index((width,), layout), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
 
-    # Maximum number of groups that overlap a thread's vector, including groups of which the vector
-    # contains only a part. A vector starts at a multiple of v along the inner axis. So if v divides
-    # the group size, the vector lies in one group, and if the group size divides v, the vector
-    # consists of complete groups.
+    # `count` is the maximum number of groups that overlap a thread's vector of v elements. The
+    # vector starts at a multiple of v along the inner axis. So if v divides the group size, the
+    # vector lies in one group. If the group size divides v, the vector consists of complete groups.
     is_even = group % v == 0 or v % group == 0
     count, f32 = max(1, v // group) if is_even else (v - 1) // group + 2, ir.F32Type.get
 

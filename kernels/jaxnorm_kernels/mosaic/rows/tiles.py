@@ -96,7 +96,7 @@ class Tile:
         processes no other tile.
       rereads: True if a row stays in shared memory until its results are stored, and is read again
         for each use. It then occupies no registers in between.
-      exchanges: number of times that the warps of a row exchange values per row (`SplitRow`).
+      exchanges: number of exchanges between the warps that share a row, per row (`SplitRow`).
       apart: True if each unit (one vector per thread) is a separate fragment, so that it can be
         loaded or skipped separately.
       index: maps the shape of a fragment to precomputed column indices (see `columns`). It may be

@@ -220,9 +220,10 @@ def _read(
 def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the gradient of a bias that is constant along each row of x, as an ``(n, 1)`` array.
 
-    The bias has n values. Several rows of x may use the same value. Its gradient is the sum of dz
-    (the gradient of the logits) over all elements of these rows. `totals` and `weights` are the
-    formula's row sums: sum(d * y) and sum(y) for softmax, sum(d) and sum(exp(y)) for log_softmax.
+    The bias has n values. Several rows of x may use the same value. The gradient of a value is the
+    sum of dz (the gradient of the logits) over all elements of the rows that use it. `totals` and
+    `weights` are the formula's row sums: sum(d * y) and sum(y) for softmax, sum(d) and sum(exp(y))
+    for log_softmax.
     """
     # If the call renormalises, sum(dz) is 0 (see the module's docstring). But if the row's total is
     # infinite or NaN, sum(dz) must be NaN. ``totals - totals`` is 0 for a finite total, and NaN
