@@ -126,8 +126,8 @@ def cross_entropy_fwd(
 ) -> Results:
     """Return the loss, or log_prob and entropy.
 
-    The results include the statistics m and log(s) if the call saves them.
-    `schedule` replaces the default schedule.
+    The results include the statistics m and log(s) if the call saves them. `schedule` replaces the
+    default schedule.
     """
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)

@@ -178,7 +178,7 @@ class Share:
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
-        """Return the number in its group of rows of this block's step `k`.
+        """Return the number of this block's step `k` among all steps of its group of rows.
 
         This block processes only some steps of the group.
         """

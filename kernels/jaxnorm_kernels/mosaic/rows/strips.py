@@ -123,7 +123,7 @@ class StripSchedule:
     def pitch(self) -> int:
         """Distance between the starts of neighbouring strips, along the inner axis.
 
-        It is a multiple of the group size and of the vector.
+        It is a multiple of the group size and of the number of elements in a vector.
         """
         return self.width // math.lcm(self.group, self.vector) * math.lcm(self.group, self.vector)
 

@@ -12,7 +12,7 @@ OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
-    """Return how many registers a thread needs for each of its columns of a row: 1 or 2.
+    """Return how many registers a thread needs for each column that it processes: 1 or 2.
 
     * A softmax needs 2 if its bias has a value for each column, otherwise 1.
     * A norm without a residual or a gate needs 1.

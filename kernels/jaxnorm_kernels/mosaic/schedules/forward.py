@@ -345,9 +345,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Tile
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
-    # If a call with two parameters needs a large cluster, a block occupies an entire SM, and loading
-    # its parameters takes long. So launch only as many blocks as can run at the same time. Each of
-    # them processes several rows, but loads its parameters only once.
+    # If a call with two parameters needs a large cluster, a block occupies an entire SM, and takes
+    # long to load its parameters. So launch only as many blocks as can run at the same time. Each
+    # of them processes several rows, but loads its parameters only once.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
