@@ -53,8 +53,8 @@ from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile
 # tile, the block adds up the partial sums of each column.
 _ADDED_AT_A_TIME = 8
 
-#: The position of a row in the ring of pipeline stages in shared memory: a pair (index of the stage,
-#: index of the row within the stage).
+#: The position of a row in the ring of pipeline stages in shared memory: a pair (index of the
+#: stage, index of the row within the stage).
 RowIndex = tuple[Any, int]
 
 
