@@ -82,7 +82,7 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
 def both(
     operands: Operands, cotangents: Results, spec: Spec, **schedule: Any
 ) -> tuple[Results, Operands]:
-    """Run the forward and the backward pass of a loss or a divergence in one kernel."""
+    """Run the forward and the backward pass of cross-entropy or a KL divergence in one kernel."""
     kernel = kl_divergence_both if spec.op == "kl_divergence" else cross_entropy_both
     return kernel(operands, cotangents, spec, **schedule)
 

@@ -8,17 +8,18 @@ With G = scale + scale_offset, row by row::
 
 The kernel computes the sum of squares from the tiles of x that it multiplies, so rstd is available
 when the matmul is finished. The normalised array is never stored. In float16, G * weight might
-overflow, so w is c * G * weight. The factor c is a power of 2 with c * |G| <= 1. The result of the
+overflow, so w is c * G * weight. The factor c is a power of 2 with c * |G| < 1. The result of the
 matmul is multiplied by 1 / c.
 
-Each block computes several tiles of y, one after the other. Its third warpgroup copies tiles of x
-and weight to a ring of buffers in shared memory. The first two warpgroups multiply; each of them
-computes half of the rows of a tile of y. A warpgroup has up to two matmul instructions in flight,
-and adds the squares of x while they run.
+In this module, a *tile* is a rectangular part of a matrix. Each block computes several tiles of y,
+one after the other. The first two of its three warpgroups multiply; each of them computes half of
+the rows of a tile of y. The third warpgroup copies tiles of x and weight to a ring of buffers in
+shared memory. A multiplying warpgroup has up to two matmul instructions in flight, and adds the
+squares of x while they run.
 
-It would be possible to multiply x by G inside the kernel, instead of weight by G before the kernel.
-This takes more time. The table has times for 8192 rows of bfloat16 on an H100. They are relative to
-the time of cuBLAS for the matmul without the norm::
+The kernel could multiply x by G, instead of using a weight that was multiplied by G before. This
+takes more time. The table has times for 8192 rows of bfloat16 on an H100. They are relative to the
+time of cuBLAS for the matmul without the norm::
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
     this kernel, without G                   1.04           1.06           1.09
@@ -61,8 +62,8 @@ from jaxnorm_kernels.specs import Activation
 # -------------------------------------------------------------------------------------------------
 # The schedule: sizes of the tiles of y, and of the buffers of a block.
 #
-# The sizes were measured on an H100 with a sweep (commit e274726a) of ten matmuls
-# with different tiles, stages and groups.
+# The sizes were chosen with a sweep on an H100 (commit e274726a), which timed ten matmuls with
+# different tiles, stages and groups.
 
 
 #: Number of multiplying warpgroups in a block. The block has one more warpgroup, which copies tiles
@@ -71,8 +72,8 @@ MULTIPLY = 2
 #: Number of rows of y that a warpgroup computes at the same time. A wgmma instruction computes 64
 #: rows.
 ROWS = 64
-#: Number of columns of a tile of x. 64 values of 16 bits fill a row of the widest swizzle (128
-#: bytes).
+#: Number of columns of a tile of x. 64 values of 16 bits fill a row of the widest swizzle, which
+#: has 128 bytes. (A swizzle is an order of elements in shared memory that avoids bank conflicts.)
 DEPTH = 64
 #: `STORED_BYTES`: number of neighbouring bytes that a store writes in each row of y.
 #: `STORES`: number of stores that a warpgroup may have in flight.
@@ -86,10 +87,10 @@ class ProductSchedule:
     Attributes:
       features: number of columns of a tile of y. A tile has 128 rows.
       stages: number of buffers for tiles of x and weight in shared memory.
-      group: y is computed in vertical bands, each of which is `group` tiles wide. Within a band,
-        tiles are computed row by row. Two tiles that are one above the other need the same columns
-        of weight. In a narrow band, one of them is computed soon after the other, so the columns of
-        weight are still in the L2 cache.
+      group: width of a band, in tiles. y is computed in vertical bands, and within a band, tiles
+        are computed row by row. Two tiles, one above the other, need the same columns of weight. In
+        a narrow band, one is computed soon after the other, so these columns are still in the L2
+        cache.
     """
 
     features: int
@@ -123,9 +124,9 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# x and weight are padded with zeros, so that their numbers of columns are multiples of this number.
-# It is the number of 16-bit values in 32 bytes, which is a row of the narrowest swizzle. A bias is
-# padded to complete tiles, because a load must not leave the array.
+# x and weight are padded with zeros, so that their numbers of columns are multiples of this number:
+# 16 values of 16 bits, which fill a row (32 bytes) of the narrowest swizzle. A bias is padded to
+# complete tiles, because a load must not leave the array.
 _SWIZZLED = 16
 
 # Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
@@ -141,11 +142,11 @@ _MULTIPLE = 8
 # row, and its indices must not overflow either.
 _MAX_ROWS = 2**31 - 2**16
 
-# Maps each dtype to the only matmul algorithm that the kernel implements for it. The setting
-# ``jax.default_matmul_precision`` may name an algorithm, in upper case. If it does, the kernel
-# supports a call only if the setting names the algorithm in this table. The setting may also name a
-# precision, such as "float32". The kernel meets every precision: it adds in float32, and products
-# of 16-bit numbers are exact in float32.
+# Maps each dtype to the only matmul algorithm that the kernel implements for it. If the setting
+# ``jax.default_matmul_precision`` names an algorithm (in upper case), it must be the algorithm in
+# this table; otherwise, the kernel does not support the call. If the setting names a precision,
+# such as "float32", every precision is supported: the kernel adds in float32, and products of
+# 16-bit numbers are exact in float32.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
 
@@ -246,9 +247,9 @@ def _scaled_weight(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return two arrays: c * G * weight in `dtype`, and the number 1 / c as a ``(1,)`` array.
 
-    In float16, G * weight might overflow. The factor c prevents this: it is a power of 2, and c *
-    |G| is below 1 for every column. In bfloat16, or without a scale, c is 1, and None is returned
-    instead of 1 / c.
+    G is scale + scale_offset. In float16, G * weight might overflow. The factor c prevents this: it
+    is a power of 2, and c * |G| is below 1 for every column. In bfloat16, or without a scale, c is
+    1, and None is returned instead of 1 / c.
     """
     if scale is None:
         return weight.astype(dtype), None
@@ -283,13 +284,10 @@ def _shared(
 def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
-    The other `arrays` are those whose tiles must have the same swizzle as the tiles of
-    ``arrays[0]``. Shared memory for their tiles is not returned. `shape` is the shape of the
-    returned memory.
-
-    The layout has the widest swizzle that fits, up to 128 bytes. A swizzle of n bytes fits if n
-    divides the number of bytes in a row of the tile and the number of bytes in a row of each of
-    `arrays`.
+    `shape` is the shape of the returned memory. Its layout has the widest swizzle that fits, up to
+    128 bytes. A swizzle of n bytes fits if n divides the bytes of a row of the tile, and the bytes
+    of a row of each of `arrays`. If two arrays must have the same swizzle, the caller passes both,
+    and calls this function once for each of them.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(
@@ -302,7 +300,7 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ProductKernel:
-    """The program that each block runs.
+    """The program that each block runs: two warpgroups run `multiply`, and one runs `copy`.
 
     Attributes:
       sizes: number of rows of x, columns of x, and columns of weight.
@@ -328,7 +326,7 @@ class _ProductKernel:
         """Call ``body(t, row, column)`` for each of the block's tiles of y.
 
         `t` is the number of tiles that the block has processed before. `row` and `column` are the
-        indices in y of the tile's first element.
+        indices of the tile's first row and first column in y.
         """
         rows, columns = self.schedule.tiles(self.sizes[0], self.sizes[2])
         first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
@@ -343,7 +341,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- copies
 
     def copy(self) -> None:
-        """Copy tiles of x and weight to the ring of buffers, for all of the block's tiles of y."""
+        """Copy the tiles of x and weight that this block multiplies to the ring of buffers."""
         plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
         self.each_tile(self._copy_tile)
 
@@ -368,7 +366,7 @@ class _ProductKernel:
     # -------------------------------------------------------------------------------------- matmul
 
     def multiply(self) -> None:
-        """Compute one half of the rows of each tile of y that the block computes."""
+        """Compute this warpgroup's half of the rows of each of the block's tiles of y."""
         plgpu.set_max_registers(_REGISTERS, action="increase")
         self.each_tile(self._multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -398,7 +396,7 @@ class _ProductKernel:
         return lax.rem(step, self.schedule.stages)
 
     def _product(self, step: Any, sums: Ref) -> None:
-        """Start the matmul of a step. Its result is added to `sums`."""
+        """Start the matmul of a tile of x with a tile of weight, and add its result to `sums`."""
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         weight = self.shared["weight"].at[self._stage(step)]
         plgpu.wgmma(sums, self._rows_of_x(step), weight)
@@ -406,9 +404,9 @@ class _ProductKernel:
     def _squares(self, step: Any) -> jax.Array:
         """Return partial sums of x^2 for this warpgroup's rows in a tile of x: ``(64, 8)``.
 
-        Each of the 64 rows has 8 partial sums, and each partial sum covers 8 of the 64 columns. The
-        caller accumulates the partial sums over all steps, and adds the 8 sums of a row after the
-        last step.
+        Each of the 64 rows has 8 partial sums. Each partial sum adds the squares of 8 of the tile's
+        64 columns. The caller accumulates the partial sums over all steps, and adds the 8 sums of a
+        row after the last step.
         """
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]
@@ -420,7 +418,7 @@ class _ProductKernel:
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the buffers of x and weight that `step` used. Its matmul must be finished."""
+        """Release the buffers of x and weight of a step, whose matmul must be finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])
@@ -443,7 +441,7 @@ class _ProductKernel:
                 bias = bias.astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
             # Asynchronous stores use two buffers in turn. Wait until the buffer of this store is
-            # free. The previous store may still be in flight, because it reads the other buffer.
+            # free. The previous store may still be in flight: it reads from the other buffer.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

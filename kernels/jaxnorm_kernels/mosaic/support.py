@@ -13,9 +13,9 @@ from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Maximum number of rows, and of parts of rows. Their indices are int32, so they must be less than
-# 2^31. The limit is 2^16 lower, because the last block may start up to one tile beyond the last
-# row.
+# Maximum number of rows of x, and of blocks in the backward pass of a loss, in which each block
+# processes a part of a row. Both are counted with int32 indices, which must be less than 2^31. The
+# limit is 2^16 lower, because the last block may start up to one tile beyond the last row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
 
@@ -117,7 +117,7 @@ _CANNOT: Table = (
     ("its kernels support no rows of this length", lambda s: not _is_held(s)),
 )
 
-# Compute capabilities for which these kernels are the default although they were never timed there;
+# Compute capabilities on which these kernels are the default although they were never timed there.
 # 100 stands for 10.0, the B200. All kernels compile for the B200 with little register spilling
 # (`tests/mosaic/test_blackwell.py`).
 _NOT_TIMED = (100,)
@@ -139,7 +139,8 @@ _LEFT_TO_XLA: Table = (
         lambda s: local_capability() not in (90, *_NOT_TIMED, None),
     ),
     (
-        # Kernels of 1 to 128 rows were faster up to 8192 columns. Longer rows were not timed.
+        # In calls with 1 to 128 rows, the kernels were faster than XLA for rows of up to 8192
+        # columns. Longer rows were not timed.
         "x has few, long rows: XLA distributes a norm's backward pass over more multiprocessors",
         lambda s: (
             _norm_bwd(s)
@@ -177,10 +178,7 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Return a sentence that says that the kernels were not timed on the local GPU, or None.
-
-    If they were timed on such a GPU, None is returned.
-    """
+    """Return a note for users if the local GPU's compute capability is in `_NOT_TIMED`, or None."""
     del spec
     if local_capability() not in _NOT_TIMED:
         return None

@@ -75,7 +75,7 @@ def gradient(
     label: Label,
     numbers: Sequence[jax.Array],
 ) -> jax.Array:
-    """Return dx in float32 for one unit (one vector per thread) of an unmasked row."""
+    """Return dx in float32 for one unit of an unmasked row; see `launch_backward`."""
     top, log_sum, d, *of_entropy = numbers
     g_x = g(x, spec)
     p, log_p, base = probability(g_x - top, log_sum, spec)

@@ -41,8 +41,8 @@ from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
-#: Limit for the bytes of a row. An H100 has 132 SMs and 50 MB of L2 cache. If each SM processes one
-#: row of this size, the rows take 40 MB.
+#: Maximum number of bytes of a row. An H100 has 132 SMs and 50 MB of L2 cache. If each SM processes
+#: one row of this size, the rows take 40 MB of the cache.
 MOST_BYTES = 304 * 1024
 # Rows of more bytes than this have blocks of eight warpgroups, so that an SM has room for only one
 # block. With smaller blocks, an SM would run several blocks at a time, and the rows of all blocks
@@ -115,8 +115,8 @@ def store_both(
 
     Args:
       row: the row.
-      results: refs of dx and of the losses.
-      positions: a list that contains the mask of positions. It is empty if there is no mask.
+      results: refs of dx and of the losses, in this order.
+      positions: a list with the mask of positions. It is empty if there is no mask.
       reduce: a function that reads the row, and calls ``row.gather``. It returns the loss, and a
         list of scalars that `gradient` needs: statistics of the row, and the cotangent of the loss.
       logits: refs of x and, for a divergence, of the teacher's logits.

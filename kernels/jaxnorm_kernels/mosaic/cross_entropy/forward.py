@@ -74,10 +74,10 @@ from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 #: A maximum and sums over the columns that have been read so far: a tuple with two or three
-#: elements. The first is the maximum m, and the second is the sum s. Both are defined in the
-#: module's docstring, but leave out the label's column. A third element exists in two cases. With
-#: label smoothing, it is the sum of x - r. If the entropy is returned, it is the sum that the
-#: module's docstring calls T, divided by the factor f of the logits f * g(x).
+#: elements. The first is the maximum m, and the second is the sum s; both leave out the label's
+#: column. A third element exists in two cases. With label smoothing, it is the sum of x - r. If the
+#: entropy is returned, it is T / f without the label's term, where f is the factor of the logits
+#: f * g(x). The module's docstring defines these letters.
 Sums = tuple[jax.Array, ...]
 
 
@@ -87,7 +87,7 @@ Sums = tuple[jax.Array, ...]
 # warpgroup reaches 1.01 of a copy's bandwidth, and two reach 0.94 (H200). Calls with at most one
 # row per SM use `_SHARE_BYTES_OF_FEW` instead: more warpgroups per row are better there.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
-# Number of columns that a thread adds up in one step of the loop over a row. With this number, a
+# Number of columns that a thread adds up in one step of the loop over a row. With 16 columns, a
 # thread needs at most 64 registers, so an SM runs 1024 threads. Together, these threads have 32 KiB
 # of loads in flight.
 COLUMNS = 16
@@ -96,8 +96,8 @@ COLUMNS = 16
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
-    # With 80 registers per thread, an SM does not have enough registers for two blocks of 512
-    # threads.
+    # If a thread needs 80 registers, an SM does not have enough registers for two blocks of 512
+    # threads, so a block has at most 256.
     most = 2 if takes_80_registers(spec) else _MOST_WARPGROUPS
     return LossSchedule.of(units_of(spec), COLUMNS, warpgroups_of(spec, gpu, most))
 
@@ -126,8 +126,8 @@ def cross_entropy_fwd(
 ) -> Results:
     """Return the loss, or log_prob and entropy.
 
-    The results include the statistics m and log(s) if the call saves them.
-    `schedule` replaces the default schedule.
+    The results include the statistics m and log(s) if the call saves them. `schedule` replaces the
+    default schedule.
     """
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
@@ -155,9 +155,9 @@ def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
 
 
 def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[], list[jax.Array]]]:
-    """Start to load a row. Return its label, and a function that returns the row's results.
+    """Start to load a row. Return its label, and a function that computes the row's results.
 
-    The results include the statistics m and log(s).
+    The results include the statistics m and log(s); see `_finish`.
     """
     spec, steps = row.scaled, row.steps()
     # Load the label first. Its logit can be loaded only after the label has arrived, so these two

@@ -82,7 +82,7 @@ class _Sums(NamedTuple):
     """The maxima and sums over the columns that a thread, a warp or a block has read so far.
 
     Attributes:
-      m_p, m_q: maxima of g(x) over the columns of P and of Q.
+      m_p, m_q: maxima of g(x) over these columns, in P's row and in Q's row.
       s_p, s_q, a, b: sums that the module's docstring defines.
     """
 
@@ -135,8 +135,9 @@ def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups)
 
 
-# Limit for the bytes of all rows that the kernel of both passes processes at the same time. They
-# must remain in the L2 cache until they are read a second time. An H100 has 50 MB of L2 cache.
+# Maximum number of bytes, summed over all rows that the kernel of both passes processes at the same
+# time. These rows must remain in the L2 cache until they are read a second time. An H100 has 50 MB
+# of L2 cache.
 _CACHE_BYTES = 40 * 2**20
 # Pairs (number of bytes, number of warpgroups per block) for the kernel of both passes. Let n be
 # the number of bytes of a row of the student's logits and a row of the teacher's together. The
@@ -294,10 +295,10 @@ def _terms(
     e_p = numerics.exp_of_term(depth_p, times=factor(pair.p))
     e_q = numerics.exp_of_term(depth_q, times=factor(pair.q))
     u = pair.difference(depth_p, depth_q)
-    # If e_P is 0, the term e_P * u is 0, although u may be infinite. There is one exception: Q is 0
-    # (d_Q is -inf) and the exact P is positive (d_P is finite, so u is +inf): only the computed e_P
-    # is rounded to 0. The term and the divergence are infinite. u is +inf, too, if its
-    # multiplication by f overflows. d_Q is then finite.
+    # If e_P is 0, the term e_P * u is 0, even if u is infinite. There is one exception: if d_Q is
+    # -inf and d_P is finite, Q is 0 and the exact P is positive, although e_P is rounded to 0. Then
+    # u is +inf, and the term and the divergence are infinite. The code also checks d_Q, because u
+    # may be +inf for a finite d_Q, if the multiplication by f overflows.
     of_none = jnp.where((u == jnp.inf) & (depth_q == -jnp.inf), jnp.inf, 0.0)
     of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
@@ -311,8 +312,8 @@ def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums
     r_p = numerics.exp_of_term(below_p, times=factor(pair.p))
     r_q = numerics.exp_of_term(below_q, times=factor(pair.q))
     s_p = sums.s_p * r_p
-    # If s_p is 0, so is a, although the difference may be infinite or NaN. If the sum a is
-    # infinite, it must stay infinite.
+    # If the rescaled s_p is 0, the rescaled a is 0, too, although the difference may be infinite or
+    # NaN. But if the sum a is infinite, it must stay infinite.
     a = jnp.where(s_p > 0, sums.a * r_p + s_p * pair.difference(below_p, below_q), 0.0)
     a = jnp.where(sums.a == jnp.inf, jnp.inf, a)
     b = sums.b * r_p + sums.s_q * (r_q - r_p)
@@ -335,10 +336,10 @@ def _merge(parts: _Sums, pair: _Pair) -> _Sums:
 
 
 def _finish(sums: _Sums, spec: Spec) -> list[jax.Array]:
-    """Return five values for each row.
+    """Return the five results of a row.
 
     They are the divergence; m and log(s) of the student; m and log(s) of the teacher. m is the
-    maximum of g(x) over the row. s is a sum that the module's docstring defines.
+    maximum of g(x) over the row. s is defined in the module's docstring.
     """
     share = sums.b / sums.s_p
     is_close = jnp.abs(share) < 0.5
@@ -387,7 +388,7 @@ def _gradient(
     columns: jax.Array,
     numbers: Sequence[jax.Array],
 ) -> jax.Array:
-    """Return dx in float32 for one unit (one vector per thread) of an unmasked row."""
+    """Return dx in float32 for one unit of an unmasked row; see `launch_backward`."""
     m_q, log_s_q, m_p, log_s_p, d, *of_reverse = numbers
     of_teacher, g_x = _of_teacher(spec), g(x, spec)
     below_q, below_p = g_x - m_q, g(teacher, of_teacher) - m_p

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import numerics, threads
 from jaxnorm_kernels.specs import Spec
 
-# Lower limit of the exponents t in products such as t * exp(t) * sum. Already at this limit, exp(t)
-# is 0. If t were lower (such as -inf), t or t * sum could be infinite, and the product 0 * inf
-# would be NaN. With the limit, the product is 0.
+# Lower limit of the exponents t in products such as t * exp(t) * sum. At this limit, exp(t) is 0,
+# and t * sum is finite, so the product is 0. If t were -inf, the product would be NaN (0 * inf).
 _FAR = -1e20
 # The smallest normal float32. A GPU may replace smaller numbers by 0.
 _TINY = 2.0**-126
@@ -44,8 +43,8 @@ def _scale(spec: Spec) -> float | jax.Array:
 def factor(spec: Spec) -> float | jax.Array:
     """Return f, the number by which g(x) is multiplied.
 
-    It is positive, even for a traced scale of 0: the product of 0 and a masked logit of -inf would
-    be NaN. All other logits are then nearly 0.
+    If a row's scale is 0, f is a tiny positive number: 0 times a masked logit of -inf would be NaN.
+    The products with finite logits are then nearly 0.
     """
     if spec.loss.logit_softcap is not None:
         return spec.loss.logit_softcap
@@ -61,11 +60,11 @@ def _times(factor: float | jax.Array, v: jax.Array) -> jax.Array:
 def g(x: jax.Array, spec: Spec) -> jax.Array:
     """Compute g, the logits before the multiplication by f, in float32.
 
-    The logits of the loss are z = f * g(x). Without a softcap, g(x) is x, or -x if the scale is an
-    array's negative element. With a softcap, it is tanh(x * logits_scale / logit_softcap). x is an
-    array of logits, or the scalar logit of the label. For float32 logits, the absolute error of
-    tanh is at most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh. With the accurate tanh,
-    the forward pass reached only 0.47 of a copy's bandwidth (H200).
+    The logits of the loss are z = f * g(x). Without a softcap, g(x) is x, or -x if the row's scale
+    is negative. With a softcap, it is tanh(x * logits_scale / logit_softcap). x is an array of
+    logits, or the scalar logit of the label. For float32 logits, the absolute error of tanh is at
+    most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh: with the accurate one, the forward
+    pass reached only 0.47 of a copy's bandwidth (H200).
     """
     scale = _scale(spec)
     if spec.loss.logit_softcap is None:
@@ -88,8 +87,8 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
 def finite(exponent: jax.Array) -> jax.Array:
     """Return `exponent`, but at least `_FAR`.
 
-    If `exponent` is -inf, its product with 0 would be NaN. The result's product with 0 is 0, and
-    its product with a sum of exponentials is finite.
+    The product of 0 and an exponent of -inf would be NaN. With this limit, it is 0. The product of
+    the limit and a sum of exponentials is finite.
     """
     return jnp.maximum(exponent, _FAR)
 
@@ -101,8 +100,8 @@ def probability(
 
     `depth` is g(x) minus its maximum over the row, and `log_sum` is log(sum(exp(f * `depth`))), so
     p = exp(f * `depth` - `log_sum`). If dx has 16 bits, b is 2: p is then computed faster, with a
-    multiplication, an addition and one instruction for 2^x. The rounding errors of this computation
-    are small compared with those of a 16-bit dx. Otherwise, b is e.
+    multiplication, an addition and one instruction for 2^x. Its rounding errors are small compared
+    with the rounding of dx to 16 bits. If dx has 32 bits, b is e.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum

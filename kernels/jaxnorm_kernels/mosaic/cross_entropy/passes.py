@@ -40,9 +40,9 @@ _F32 = np.dtype(np.float32)
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec, *, padded: bool = False) -> RowFragments:
-    """Return the units that contain a row's classes.
+    """Return how the classes of a row are divided into units; see `RowFragments`.
 
-    If `padded`, they also contain the columns of padding, which follow the classes.
+    If `padded`, the columns of padding, which follow the classes, are included.
     """
     widest = VECTOR_BYTES // max(dtype.itemsize for dtype in spec.operand_dtypes)
     return RowFragments.of(spec.cols, widest, spec.cols if padded else spec.classes)
@@ -53,12 +53,12 @@ def units_of(spec: Spec, *, padded: bool = False) -> RowFragments:
 
 @dataclasses.dataclass(frozen=True)
 class LossSchedule:
-    """How a pass reads a row.
+    """How a pass of a loss divides a row into steps or blocks, and how many threads share it.
 
     Attributes:
-      units: the number of units in a step of the forward pass. The units of a step are loaded
-        together, while those of the previous step are added to the sums. In the backward pass, it
-        is the number of units per block.
+      units: in the forward pass, the number of units that a warpgroup loads in one step. It loads
+        them while it adds the units of the previous step to its sums. In the backward pass, the
+        number of units per block. A unit consists of one vector per thread of a warpgroup.
       warpgroups: the number of warpgroups in a block; they share a row. In the backward pass, it
         is 1.
       cluster: the number of blocks that share a row in the forward pass.
@@ -72,7 +72,7 @@ class LossSchedule:
     def of(
         cls, units: RowFragments, columns: int, warpgroups: int, cluster: int = 1
     ) -> "LossSchedule":
-        """Return a schedule for rows that are divided as `units` describes.
+        """Return a schedule for rows that are divided into `units`.
 
         `columns` is the number of columns that a thread should process per step.
         """
@@ -109,15 +109,15 @@ class Steps(NamedTuple):
 
     @property
     def whole_steps(self) -> int:
-        """The number of full steps, in which no unit has stale columns."""
+        """The number of complete steps in which no unit has stale columns (see `RowFragments`)."""
         return self.units.whole // (self.schedule.units * self.schedule.shares)
 
     def step(self, index: Any) -> list[Fragment]:
-        """Return the units of the step `index`, which must be less than `whole_steps`."""
+        """Return the units of step number `index`, which must be less than `whole_steps`."""
         return self._of(index, self.schedule.units, whole=True)
 
     def rest(self) -> list[Fragment]:
-        """Return the units that remain after the full steps; the list may be empty."""
+        """Return the units that remain after the complete steps; the list may be empty."""
         shares = self.schedule.shares
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
@@ -135,15 +135,15 @@ class Steps(NamedTuple):
     ) -> Sums:
         """Return each thread's sums over its units.
 
-        The elements of a step are loaded while those of the previous step are added.
+        The elements of a step are loaded while the elements of the previous step are added.
 
         Args:
-          load: a function that returns the elements of a list of units.
+          load: ``load(units)`` returns the elements of a list of units.
           add: ``add(sums, units, elements, mine)`` returns `sums` with the elements of `units`
             added. `mine` is None or a scalar bool. If it is False, no element is added, because
             another warpgroup adds them.
           sums: the initial value of the sums.
-          raw: the loaded elements of the first step's units, which the method `first` returns.
+          raw: ``load(self.first())``, the elements of the first step, which the caller has loaded.
         """
 
         def advance(i: Any, carry: tuple[Raw, Sums]) -> tuple[Raw, Sums]:
@@ -205,7 +205,7 @@ class LossRow:
       index: index of the row.
       exchange: the exchange of sums between all warps that share the row.
       scratch: the shared memory and barriers of the exchange.
-      scale: the number by which the row's logits are multiplied, if each row has such a number.
+      scale: the scale of the row's logits if each row has its own scale, else None.
     """
 
     spec: Spec
@@ -230,11 +230,10 @@ class LossRow:
         return self.exchange(self.scratch, *sums)
 
     def skip(self) -> None:
-        """Exchange no sums, because the row is masked.
+        """Exchange no sums, because the row is masked; see `gather`.
 
         The blocks of a cluster meet at a barrier before they exchange sums. Each block arrived at
-        this barrier when it started. A block that has arrived must also wait until all other blocks
-        have arrived. This holds even if it exchanges no sums.
+        this barrier when it started, so it must also wait there, even if it exchanges no sums.
         """
         self.exchange.ready()
 
@@ -249,13 +248,13 @@ def launch_forward(
     results: int,
     sums: int,
 ) -> tuple[jax.Array, ...]:
-    """Launch one block or one cluster of blocks per row. Return arrays with one number per row.
+    """Launch one block, or one cluster of blocks, per row. Return arrays with one number per row.
 
     If the backward pass is part of the kernel, the gradient of x precedes these arrays.
 
     Args:
-      scale: the scale of each row's logits, or None if the scale is a number.
-      operands: the other operands; None stands for an absent operand. The first one is x.
+      scale: an array with the scale of each row's logits. None if all rows have the same scale.
+      operands: the other operands, of which x is the first. None stands for an absent operand.
       compute: ``compute(row, operand_refs, result_refs)`` processes a `LossRow`. `operand_refs` is
         a list with a ref for each operand that is present. `result_refs` is a list with a ref for
         each returned array. `compute` must call either ``row.gather(...)`` or ``row.skip()``, and
@@ -309,7 +308,8 @@ def store_row(
 ) -> None:
     """Store the results of a row: ``reduce()``, or `otherwise` if the row's position is masked.
 
-    `positions` is a list that contains the mask of positions. It is empty if there is no mask.
+    `positions` is a list with one ref: the mask of positions, which is False for masked rows. The
+    list is empty if there is no mask.
     """
     run_unmasked(
         row,
@@ -395,7 +395,7 @@ def launch_backward(
         log(s) of x. In masked rows, it is -inf, and dx is 0.
       gradient: a function that computes a part of a row of dx, in float32. The part is a unit, a
         range of columns (see `Fragment`). The function is not called for masked rows. It is called
-        with positional arguments, in this order:
+        with these positional arguments, in this order:
 
         * the spec of the row (see `of_row`);
         * the elements of x in this unit, in float32;
@@ -404,7 +404,7 @@ def launch_backward(
         * the index of each element's column, relative to the unit's first column;
         * the row's `Label`, only if there are labels;
         * a list with the row's value of each array in `numbers`.
-      scale: the scale of each row's logits, or None if the scale is a number.
+      scale: an array with the scale of each row's logits. None if all rows have the same scale.
     """
     of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
@@ -420,9 +420,8 @@ def launch_backward(
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
         def write(of_block: Sequence[Fragment]) -> None:
-            # Start the loads of the logits first, and the loads of the row's few other numbers
-            # (statistics, cotangents) right after them, so that all of them are in flight at the
-            # same time.
+            # Start the loads of the logits first, and then the loads of the row's few other numbers
+            # (statistics, cotangents). All these loads are then in flight at the same time.
             raw = [load_units(of_block, ref, row) for ref in logit_refs]
             label = read_label(others[0], row) if has_label else None
             values = [load(ref.at[row], None) for ref in others[has_label:]]
@@ -459,8 +458,8 @@ def store_gradient(
     """Store dx of some units of a row.
 
     Args:
-      raw: the units' elements of each array of logits.
-      dx: the gradient of all rows.
+      raw: for each array of logits, a list with the elements of each unit.
+      dx: ref of the gradient of all rows.
       label: the row's label, or None if there are no labels.
       numbers, gradient: see `launch_backward`. `numbers` has the values of this row.
       has_entry: a traced bool. It is True if the row is not masked, and False if it is masked, so

@@ -17,7 +17,8 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: Maximum number of schedules in a cache. `kept` makes one cache for each `choose` function.
+#: Maximum number of schedules in a cache. `kept` creates one cache for each function that it
+#: decorates.
 SCHEDULES_KEPT = 1024
 
 # Limits of all GPUs that have clusters: the number of registers of a multiprocessor, and the
@@ -82,10 +83,10 @@ def _of_size(sms: int, like: Gpu) -> Gpu:
     return dataclasses.replace(like, sms=sms, clusters=clusters)
 
 
-#: The numbers of clusters were not measured on a B200, but scaled from those of an H200. They are
+#: The numbers of clusters were not measured on a B200, but scaled from an H200's numbers. They are
 #: used only if the CUDA driver cannot report the true numbers.
 B200 = _of_size(148, HOPPER)
-#: The numbers of clusters were not measured on an RTX 5090, but scaled from those of an H200.
+#: The numbers of clusters were not measured on an RTX 5090, but scaled from an H200's numbers.
 #: Clusters of 16 blocks are left out, because only Hopper and B200 are known to support them.
 RTX_5090 = dataclasses.replace(
     _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
@@ -96,11 +97,11 @@ GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 
 def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
-    """Return `choose` with a cache for its results.
+    """Decorate a function that chooses a schedule: cache its results, and make the GPU optional.
 
-    `choose` maps the spec of a call and a GPU to a schedule. For the returned function, the GPU is
-    optional: the default is the local GPU. The cache saves time because each schedule is needed at
-    least twice: to check that the call is supported, and to run it.
+    `choose` maps the spec of a call and a GPU to a schedule. By default, the GPU is the local GPU.
+    The cache saves time because each schedule is needed at least twice: to check that the call is
+    supported, and to run it.
     """
     once = functools.lru_cache(maxsize=SCHEDULES_KEPT)(choose)
 
@@ -131,7 +132,7 @@ def _local_gpu() -> Gpu:
     try:
         each = [active_clusters(device.local_hardware_id, smem) for device in devices]
     except (OSError, RuntimeError):
-        # The driver cannot report the numbers of clusters, so scale those of a known GPU.
+        # The driver cannot report the numbers of clusters, so scale the numbers of a known GPU.
         each = [dict(_of_size(sms, like).clusters)]
     common = [size for size in CLUSTER_SIZES if all(size in clusters for clusters in each)]
     return Gpu(sms, smem, {size: min(clusters[size] for clusters in each) for size in common})

@@ -51,8 +51,8 @@ def inline(
     """Decorate a function that emits the MLIR operations of a part of a kernel.
 
     Args:
-      reference: a function of the same operands that computes the same results with JAX operations.
-        The interpreter runs it, because it has no registers and cannot run MLIR operations.
+      reference: a function that takes the same operands and computes the same results with JAX
+        operations. The interpreter runs it instead, because it cannot run MLIR operations.
       arg_types, return_type: as in `plgpu.inline_mgpu`.
     """
     if is_interpreted():
@@ -155,7 +155,7 @@ def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
 def warpgroup_barrier() -> None:
     """Make each warp of the warpgroup wait until all four have arrived.
 
-    Pallas' automatic barriers are off in these kernels.
+    Kernels must call this where they need a barrier, because Pallas' automatic barriers are off.
     """
 
     # The interpreter runs a warpgroup as a single thread, so it needs no barrier.
@@ -192,10 +192,11 @@ def release_used() -> None:
 
 
 def in_plain_order(*refs: Any) -> None:
-    """Prevent Mosaic from swizzling these refs in shared memory.
+    """Prevent Mosaic from swizzling (reordering) the elements of these refs in shared memory.
 
-    Bulk copies write rows in their plain order, so loads must not expect swizzled rows. Without
-    this call, Mosaic's search for a swizzle also fails on some shapes (jax 0.11.2: an IndexError).
+    Asynchronous copies write rows in their plain order, so loads must not expect swizzled rows.
+    Without this call, Mosaic's search for a swizzle also fails on some shapes (jax 0.11.2: an
+    IndexError).
     """
 
     @inline(lambda *refs: None, [plgpu.RefType()] * len(refs))

@@ -24,11 +24,9 @@ from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vecto
 WARPGROUP_THREADS = WARP * WARPS
 # Maximum number of bytes that one load or store of a thread moves.
 VECTOR_BYTES = 16
-# The start address and the number of bytes of an asynchronous copy must be multiples of this
-# number.
+# The start address and the size of an asynchronous copy must be multiples of this number of bytes.
 COPY_BYTES = 16
-# `fitting_vector` may halve the number of elements that a thread loads at once, but not to less
-# than this minimum.
+# Minimum number of elements that a thread loads at once, if `fitting_vector` halves the number.
 LEAST_VECTOR = 4
 
 # Pallas has no public types for register layouts and refs.
@@ -42,12 +40,11 @@ def power_of_2(n: int) -> int:
 
 
 def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
-    """Return the number of elements that one thread loads at once.
+    """Return the number of elements that one thread loads at once, a power of 2.
 
-    The elements take at most `VECTOR_BYTES` in each of `dtypes`. Their number divides `cols`,
-    because otherwise rows would not start at aligned addresses. The number is less than `cols`.
-    With `cols` elements, one thread would have an entire row, and Mosaic has no canonical form for
-    such a layout.
+    The elements take at most `VECTOR_BYTES` in each of `dtypes`. Their number divides `cols`, so
+    that all rows start at aligned addresses. It is less than `cols`, because Mosaic has no
+    canonical form for a layout in which one thread has an entire row.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
     while cols % width or cols == width:
@@ -63,10 +60,9 @@ def fitting_vector(cols: int, vector: int, threads: int) -> int:
     one. Half of `vector` is returned in two cases:
 
     * The row has fewer than ``threads * vector`` columns.
-    * Too many columns are read twice. Let n be the number of columns that are read twice with
-      `vector`, and n' the number with half of it. Half of `vector` is returned if n - n' is more
-      than a tenth of the row. For softmax over 1152 columns of bfloat16, this raises the bandwidth
-      from 0.94 to 1.00 of a copy's bandwidth (H100).
+    * With half of `vector`, fewer columns are read twice, and the difference is more than a tenth
+      of the row. For softmax over 1152 columns of bfloat16, this raises the bandwidth from 0.94 to
+      1.00 of a copy's bandwidth (H100).
     """
     if vector <= LEAST_VECTOR:
         return vector
@@ -78,8 +74,8 @@ def fitting_vector(cols: int, vector: int, threads: int) -> int:
 def warpgroup_layout(vector: int) -> Layout:
     """Layout of an ``(n,)`` array: neighbouring threads of the warpgroup have neighbouring vectors.
 
-    Each thread has the same elements as in ``WG_STRIDED`` with this vector size. But Mosaic can
-    slice and reduce parts of an array in this layout, which it cannot do in ``WG_STRIDED``.
+    Each thread has the same elements as in Mosaic's layout ``WG_STRIDED`` with this vector size.
+    But Mosaic can slice and reduce parts of an array only in the layout that is returned here.
     """
     unit = WARP * vector
     return _tiled((WARPS * unit,), (unit,), (vector,), warps=(-3,), lanes=(-2,))
@@ -87,7 +83,7 @@ def warpgroup_layout(vector: int) -> Layout:
 
 @functools.cache
 def warps_layout(vector: int) -> Layout:
-    """Layout of a ``(4, n)`` array: a row per warp, neighbouring vectors in neighbouring lanes."""
+    """Layout of a ``(4, n)`` array: one row per warp; neighbouring lanes have adjacent vectors."""
     return _tiled((WARPS, WARP * vector), (vector,), warps=(-3,), lanes=(-2,))
 
 
@@ -117,7 +113,7 @@ def strip_layout(vector: int, threads: int) -> Layout:
 def columns_layout(vector: int, threads: int) -> Layout:
     """Layout of an ``(n,)`` array, such as a scale, that is combined with rows in `rows_layout`.
 
-    Each thread has the same columns of both arrays.
+    Each thread has the same columns of this array and of the rows.
     """
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
@@ -145,7 +141,7 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
 
 
 def reshaped(ref: Ref, shape: tuple[int, ...]) -> Ref:
-    """Return `ref` in another shape. The interpreter cannot reshape refs, and reshapes arrays."""
+    """Return `ref` with another shape. In the interpreter, which cannot do this, return `ref`."""
     return ref if ref.shape == shape or is_interpreted() else ref.reshape(*shape)
 
 
@@ -167,9 +163,9 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
 def load_scalars(refs: Sequence[Ref], first: Any, count: int) -> list[list[jax.Array]]:
     """Load `count` neighbouring elements, from index `first` on, of float32 refs in global memory.
 
-    The result has one list for each index, and this list has one scalar for each ref. One inline
-    function loads all scalars. This saves compile time, because Mosaic takes about as long to lower
-    a function that loads one scalar as a function that loads all of them.
+    The result has one list for each index, and each list has one scalar for each ref. One inline
+    function loads all scalars. This saves compile time: for Mosaic, lowering a function that loads
+    all scalars takes about as long as lowering a function that loads one.
     """
     if not refs:
         return [[] for _ in range(count)]
@@ -214,7 +210,7 @@ def load_wide(
     at: Sequence[Any] = (),
     starts: Sequence[int] = (0,),
 ) -> list[jax.Array]:
-    """Load the arrays of `load_arrays`, and convert them to float32."""
+    """Load the same arrays as `load_arrays`, and convert them to float32."""
     return load_arrays(refs, layout, shape, at, starts, is_wide=True)
 
 
@@ -227,11 +223,12 @@ def load_arrays(
     *,
     is_wide: bool = False,
 ) -> list[jax.Array]:
-    """For each ref and each start, load an array of `shape`; see `mgpu.load_arrays`.
+    """For each ref and each start, load an array of `shape`.
 
-    Without `at`, an array has all elements of a ref, or a range of columns from a start on. In
-    shared memory, `at` may be the index of an array's first element. It has an entry for each axis
-    of the ref, or for each axis but the last.
+    Without `at`, an array has all elements of a ref, or a range of its columns that begins at the
+    start. For refs in shared memory, `at` may be the index of an array's first element, to which
+    the start is added. It has an entry for each axis of the ref, or for each axis but the last. The
+    function `mgpu.load_arrays` describes these two cases, and the order of the arrays.
 
     If `is_wide` is True, the arrays are float32. Otherwise, they have their ref's dtype.
 
@@ -267,7 +264,7 @@ def load_arrays(
 
 
 def _part(ref: Ref, at: Sequence[Any], start: int, shape: tuple[int, ...]) -> Ref:
-    """Return the part of a ref that one array of `load_arrays` has, for the interpreter."""
+    """Return the part of a ref that `load_arrays` loads for one start, for the interpreter."""
     if len(at) == len(ref.shape):
         *before, first = at
         return ref.at[(*before, pl.ds(first + start, math.prod(shape)))]

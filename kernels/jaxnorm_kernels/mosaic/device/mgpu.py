@@ -99,7 +99,7 @@ def load_scalars(ref: Any, first: Any, count: int) -> list[Any]:
 def load_floats(address: Word, count: int) -> list[Any]:
     """Load `count` float32 values from shared memory.
 
-    The address must be a multiple of their total size.
+    The address must be a multiple of the values' total size in bytes.
     """
     kind = ir.VectorType.get((count,), ir.F32Type.get())
     return elements_of(llvm.load(kind, in_shared(address), alignment=4 * count))
@@ -142,8 +142,8 @@ def in_shared(address: Word) -> Any:
 #
 # Mosaic's own loads and stores are more general: each of them computes the thread's index and the
 # position of its elements, in about 30 operations. The compiler merges repeated operations, but
-# emitting each one is Python code and takes time. Here, a load takes about 12 operations, and
-# several loads in one inline function compute the thread's position once.
+# slow Python code emits each of them. Here, a load takes about 12 operations, and several loads in
+# one inline function compute the thread's position only once.
 
 
 class Places(NamedTuple):
@@ -228,15 +228,15 @@ def load_arrays(
     """For each ref and each start, load one array.
 
     The arrays have the given shape and tiled layout. With a start s, the first element of an array
-    is the element of the ref that lies s elements after ``ref[at]`` in memory. Two cases differ in
-    the positions of the other elements:
+    is the element of the ref that lies s elements after ``ref[at]`` in memory. Where its other
+    elements are depends on `at`:
 
     * `at` has an index for each axis of the ref: the elements of an array are adjacent in memory.
-    * `at` has fewer indices: the missing indices, those of the last axes, are 0. An array with n
-      axes is a slice of the ref's last n axes.
+    * `at` has fewer indices: the missing indices along the last axes are 0. An array with n axes is
+      a slice of the ref's last n axes.
 
-    The result is a list. It has the arrays of the first ref in the order of `starts`, then those of
-    the next ref.
+    The result is a list. It has the arrays of the first ref, in the order of `starts`, then the
+    arrays of the next ref, and so on.
     """
     arrays, positions = [], dict[tuple[int, ...], tuple[Word, list[int]]]()
     register_shape, count = (layout.vector_length,), prod(layout.registers_shape(shape))
@@ -262,11 +262,11 @@ def _positions(
 ) -> tuple[Word, list[int]]:
     """Return where the elements that a thread loads from a ref are in memory.
 
-    The result is a pair. The first entry is a position in the ref, in elements. It differs between
-    threads. The second entry is a list with one number for each register of a thread. It is the
-    distance, in elements, from this position to the register's first element. The distances are the
-    same for all threads. The arguments are those of `load_arrays`. `strides` are the strides of the
-    ref.
+    The result is a pair, in which all numbers count elements. The first entry is a position in the
+    ref; it differs between threads. The second entry is a list with one number for each register of
+    a thread: the distance from this position to the register's first element. The distances are the
+    same for all threads. `strides` are the strides of the ref; the other arguments are the same as
+    in `load_arrays`.
     """
     is_range = len(at) == len(strides)
     of_array = [prod(shape[axis + 1 :]) for axis in range(len(shape))] if is_range else strides
@@ -303,10 +303,10 @@ def _strides(ref: Any) -> tuple[int, ...]:
 
 
 def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
-    """Return an address for each of `distances`, which are in elements.
+    """Return an address for each of `distances`.
 
-    Distances count from the position `of_thread` of this thread. `base` is the address of the ref's
-    first element.
+    Distances are in elements, and count from the position `of_thread` of this thread. `base` is the
+    address of the ref's first element.
     """
     kind = ir.MemRefType(ref.type).element_type
     first = utils.getelementptr(base, [of_thread.value], kind)

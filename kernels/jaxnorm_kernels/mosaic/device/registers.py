@@ -149,9 +149,9 @@ def _moves(ref: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def load_each(ref: Ref, index: jax.Array, layout: Layout) -> jax.Array:
-    """Load the elements of an ``(n,)`` ref in global memory at `index`, one element at a time.
+    """Load the elements at the indices `index` of an ``(n,)`` ref in global memory, one at a time.
 
-    An element whose index is outside the ref has an arbitrary value, because such indices are
+    If an index is outside the ref, the loaded value is meaningless, because such indices are
     clamped.
     """
     (size,) = ref.shape
@@ -206,7 +206,7 @@ def store_each(ref: Ref, index: jax.Array, value: jax.Array, layout: Layout) -> 
 def store_vectors(
     ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Store those elements of `value` whose index in `ref` is in the range [first, end).
+    """Store the elements of `value` whose index in `ref` is in the range [first, end).
 
     `ref` is an ``(n,)`` ref in global memory. The first element of `value` has index `start` in
     `ref`, the next element has index ``start + 1``, and so on. Each thread's vector must be either
@@ -219,11 +219,12 @@ def store_vectors(
 def store_where(
     ref: Ref, value: jax.Array, index: jax.Array, first: Any, end: Any, layout: Layout
 ) -> None:
-    """Store those elements of `value` whose `index` is in the range [first, end).
+    """Store the elements of `value` whose `index` is in the range [first, end).
 
-    `index` numbers the elements of the last axis of `ref`, from any number on. Each thread's vector
-    must be either entirely inside the range or entirely outside. No other element of `ref` is
-    written, because another block or warpgroup may be storing there.
+    `index` contains consecutive numbers along the last axis of `ref`, starting with any number.
+    Each thread's vector must be either entirely inside the range or entirely outside. Elements of
+    `ref` outside the range are not written, because another block or warpgroup may write them at
+    the same time.
     """
 
     def reference(ref: Ref, value: jax.Array, inside: jax.Array) -> None:
@@ -325,14 +326,14 @@ def load_each_row(
     layout: Layout,
     shape: tuple[int, int],
 ) -> list[jax.Array]:
-    """Load from each table the rows that belong to a tile of x, one table row per row of x.
+    """Load from each table the rows that a tile of x uses: one table row for each row of the tile.
 
     Several rows of x may use the same table row.
 
     Args:
       refs: the tables, ``(n, cols)`` refs in global memory, for example cos and sin of a rotation.
       row_of: ``row_of(shared, i)`` returns the index of the table row that row i of x uses.
-      shared: describes how rows of x share table rows.
+      shared: describes which table row each row of x uses.
       first: index of the tile's first row in x.
       layout: layout of the results.
       shape: ``(rows, cols)``, the shape of the results, which are float32.

@@ -1,10 +1,11 @@
-"""The gradient of a softmax's bias: the sum of dz over the rows of x that use a row of the bias.
+"""The gradient of a softmax's bias, which is broadcast over the rows of x.
 
-dz is the gradient of the logits. A block processes these rows one after the other, accumulates the
-sum in registers and stores it once. If many rows of x use the same row of the bias, several blocks
-split the work. Each of them stores a float32 sum, and XLA adds the sums of the blocks. If all rows
-of a tile use the same row of the bias, a block stores one sum for each row of the tile, and XLA
-adds them as well.
+A row of this gradient is a sum over all rows of x that use the same row of the bias. The terms are
+rows of dz, the gradient of the logits. A block processes these rows one after the other,
+accumulates the sum in registers and stores it once. If there are many rows, several blocks split
+the work. Each of them stores a float32 sum, and XLA adds the sums of the blocks. If all rows of a
+tile use the same row of the bias, a block stores one sum for each row of the tile, and XLA adds
+these sums, too.
 """
 
 import dataclasses
@@ -81,14 +82,14 @@ class BiasSums:
         self.tile.store(target, self.tile.row_index(rows), total)
 
     def gradient(self, sums: jax.Array) -> jax.Array:
-        """Return the gradient of the bias, ``(n, cols)``, by adding the sums of the blocks."""
+        """Return the gradient of the bias, ``(n, cols)``, given the sums that the blocks stored."""
         if len(sums) > self.shared.rows:
             sums = sums.reshape(self.splits, self.shared.rows, -1, self.tile.cols).sum((0, 2))
         return sums.astype(self.dtype)
 
     @property
     def _tiles(self) -> Shared:
-        """Like `shared`, but for tiles: how the bias is broadcast over the tiles of x."""
+        """How the bias is broadcast over the tiles of x: `shared`, with tiles in place of rows."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments

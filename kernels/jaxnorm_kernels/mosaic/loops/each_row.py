@@ -30,12 +30,13 @@ from jaxnorm_kernels.mosaic.rows.tiles import Fragments, Tile
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRow:
-    """A row (or group of rows) that this block has loaded.
+    """The row that this block processes now, or the rows, if a tile has several.
 
     Attributes:
-      index: index of the row or rows in a ``(rows, ...)`` ref.
-      step: number of rows (or groups) that the block has processed before.
-      load: ``load()`` returns, for each fragment, the tuple that `Steps.load` returns.
+      index: index of the row in a ``(rows, ...)`` ref, or a slice if there are several rows.
+      step: number of tiles that the block has processed before.
+      load: ``load()`` returns a list with one tuple for each fragment (range of columns): the
+        result of `Steps.load` for this fragment.
     """
 
     index: Any
@@ -43,24 +44,21 @@ class LoadedRow:
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Fragments:
-        """Return a list with one array for each fragment (range of columns).
-
-        Each array is element `which` of the fragment's tuple (see `load`).
-        """
+        """Return a list with entry number `which` of each tuple that ``load()`` returns."""
         return [loaded[which] for loaded in self.load()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The functions that a forward kernel calls for each row (or group of rows).
+    """The functions that a forward kernel calls for each tile, which has one row or several.
 
     Attributes:
-      load: ``load(*elements)`` is called for each fragment (range of columns) of a row. Each of
-        `elements` has the fragment's elements of one row operand, in the operand's dtype. `load`
-        returns a tuple of arrays: the elements to reduce, in float32, and others that are needed
-        later.
-      finish: ``finish(row, prepared)`` reduces a row, given as a `LoadedRow`, and stores its
-        results. `prepared` is the result of `prepare`.
+      load: ``load(*elements)`` is called for each fragment (range of columns) of a tile. Each of
+        `elements` is an array with the fragment's elements of one operand, in the operand's dtype.
+        `load` returns a tuple of arrays. The first array has the elements to reduce, in float32;
+        any other arrays are needed later.
+      finish: ``finish(row, prepared)`` reduces the tile's rows, given as a `LoadedRow`, and stores
+        their results. `prepared` is the result of `prepare`.
       params: ``params()`` loads the parameters of columns, once per block.
       prepare: ``prepare(params())`` computes values that depend on parameters only.
     """
@@ -74,7 +72,7 @@ class Steps:
 def each_row(
     tile: Tile, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
 ) -> None:
-    """Run `steps` on each row (or group of rows) that this block processes."""
+    """Run `steps` on each tile that this block processes."""
     if tile.slots:
         _pipelined(tile, operands, rows, scratch, steps)
         return
@@ -104,10 +102,9 @@ def _pipelined(
     count: Any = 1
     if tile.tiles > 1:
         whole = lax.axis_index(BLOCK) < tile.whole_blocks(rows)
-        # The copies below are executed if ``k < count``. If the compiler knew that this
-        # condition is true, it would remove the branch, and could then move the wait for
-        # `params` above the copies. So the value of `count`, the number of tiles, is hidden
-        # from the compiler.
+        # `count` is the number of tiles. Its value is hidden from the compiler, so that the copies
+        # below depend on the condition ``k < count``. Without this branch, the compiler could move
+        # the wait for `params` above the copies.
         count = opaque(jnp.where(whole, tile.tiles, 1))
 
     def slot(k: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The interface between backward kernels and the formulas that they compute, and their launch.
+"""The interface between backward kernels and the formulas that they compute, and the launch.
 
 A backward kernel loops over rows. It depends on the number and dtypes of its operands and results,
-but not on their meaning. The meaning is in a `Formula`, which computes one row.
+but not on what they mean. A `Formula` defines this: it computes the results of one row.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ class BackwardRefs(NamedTuple):
       rows, stats, params: operands, as in `BackwardCall`.
       results: results with a value per element, ``(rows, cols)``, such as dx.
       partials: an array ``(blocks, cols)`` for each column sum, such as the gradient of a scale.
-        Each block stores the sums over its own rows of x in one row, and XLA adds these rows.
+        Each block stores its sums over its own rows of x in one row of the array. XLA adds these
+        rows later.
       scratch: shared memory and barriers.
     """
 
@@ -77,11 +78,12 @@ class BackwardCall:
     def launch(
         self, body: Callable[[BackwardRefs], None], *, column_sums: int, **sizes: Any
     ) -> tuple[jax.Array, ...]:
-        """Launch the kernel with this body. `sizes` are further arguments of the function `launch`.
+        """Launch a kernel with this body; `sizes` are passed on to the function `launch`.
 
-        Returns the results per element, followed by the column sums. Each column sum is returned as
-        a float32 array with one row of partial sums per block, which the caller must add. The body
-        must not refer to traced arrays, because JAX caches the traced body.
+        Returns the results per element, followed by one array for each of the `column_sums` column
+        sums. Such an array is float32 and has one row of partial sums per block. The caller must
+        add these rows. The body must not refer to traced arrays, because JAX caches the traced
+        body.
         """
         counts = [len(arrays) for arrays in (self.rows, self.stats, self.params, self.results)]
         blocks = self.groups * self.blocks
@@ -101,12 +103,13 @@ class Formula(Protocol):
 
     Arguments of its methods:
 
-    * `elements`: one array per row operand, with the elements of a row.
-    * `columns`: values that depend only on the column (computed by the method `columns`).
-    * `stats` and `totals`: values that depend only on the row.
+    * `elements`: one array per row operand (`BackwardCall.rows`), with elements of a row.
+    * `columns`: values that depend only on the column: the results of the method `columns`.
+    * `stats`: the row's saved statistics (`BackwardCall.stats`).
+    * `totals`: the row's sums of the arrays that the method `terms` returns.
     """
 
-    #: Number of row operands that `terms` reads. They precede all other row operands.
+    #: Number of row operands that `terms` reads. They are the first entries of `BackwardCall.rows`.
     summed: int
     #: Number of sums along a row that `finish` needs.
     row_sums: int
@@ -114,25 +117,24 @@ class Formula(Protocol):
     column_sums: int
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return the values per column that `terms` and `finish` use, such as G and 1 / G."""
+        """Return the values per column that `terms` and `finish` use, such as 1 / scale."""
         ...
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         """Return the terms of the sums along the row: a list with one array for each sum.
 
-        The kernel adds up the terms. `elements` contains only the first `summed` row operands,
-        because the sums do not need the others.
+        The kernel adds up the terms. `elements` contains only the first `summed` row operands.
         """
         ...
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return two lists: the results per element, and the values for the column sums.
+        """Return two lists: the results per element, and the terms of the column sums.
 
-        The first list has arrays such as dx. The second list has one array for each column sum. It
-        contains the values that this row adds to the column sum. `totals` has the row sums. There
-        is one sum for each array of the list that `terms` returns: the sum of its elements.
+        The first list has arrays such as dx. The second list has one array for each column sum: the
+        terms that this row adds to the sum. `totals` has the sum along the row of each array that
+        `terms` returns.
         """
         ...
 

@@ -55,7 +55,7 @@ def run(
     has the statistics, with shape ``(rows,)``, and after them the outputs in `others`.
 
     Args:
-      body: the kernel's body.
+      body: the kernel's body, ``body(tile, refs)``.
       tile: how a block distributes its rows over threads.
       rows: number of rows.
       operands: arrays ``(rows, cols)``.
@@ -64,8 +64,8 @@ def run(
       stats: number of statistics per row.
       exchanged: maximum number of values per row that warps exchange at a time.
       name: the kernel's name, without the prefix ``jaxnorm_``.
-      others: shapes and dtypes of further outputs. The body gets their refs at the beginning of
-        `ForwardRefs.scratch`.
+      others: shapes and dtypes of outputs that are neither results nor statistics. The body gets
+        their refs at the beginning of `ForwardRefs.scratch`.
       scratch: shared memory and barriers. By default, the tile determines them.
       blocks: number of blocks. By default, the tile determines it.
     """
@@ -93,11 +93,11 @@ def run(
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
-    """Return the ``(cols,)`` part of a parameter for the group of rows that a row belongs to.
+    """Return the ``(cols,)`` part of a parameter that applies to a row's group of rows.
 
     `param` is ``(groups, cols)``. If it is ``(cols,)``, there are no groups, and `param` itself is
-    returned. `rows` is the number of rows of the array. ``index()`` returns the index of the row.
-    It may also return a slice of rows that belong to the same group.
+    returned. `rows` is the number of rows of the array. ``index()`` returns the index of the row,
+    or a slice of rows that belong to the same group.
     """
     if len(param.shape) == 1:
         return param

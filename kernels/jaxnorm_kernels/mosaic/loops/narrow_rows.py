@@ -1,10 +1,10 @@
 """Pipelined backward passes over narrow rows, in which each warp processes entire rows.
 
-As in `pipelined`, a persistent block (one that processes many rows) accumulates its column sums in
-registers, while asynchronous copies (TMA) fill a ring of stages in shared memory. Here, a stage
-contains many rows. They are adjacent in memory, so one copy per input fills a stage. Sums along a
-row need no exchange between warps. At the end, the column sums of all warps are added in shared
-memory.
+As in the module `pipelined`, a block is persistent: it processes many rows, and accumulates its
+column sums in registers. Asynchronous copies (TMA) fill a ring of buffers in shared memory, called
+stages. Here, a stage contains many rows. They are adjacent in memory, so one copy per input fills a
+stage. Sums along a row need no exchange between warps. At the end, the column sums of all warps are
+added in shared memory.
 
 If the number of rows is not a multiple of the rows per stage, the last stage overlaps the previous
 one. The rows that are in both stages are called *stale* in the last stage. Their results are stored
@@ -48,13 +48,13 @@ from jaxnorm_kernels.mosaic.loops.pipelined import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile
 
-# Number of partial sums of a column that a thread loads at once. For each column, a block has as
-# many partial sums as a tile has rows: row i of every tile is added to partial sum i. After the
-# last tile, the block adds up the partial sums of each column.
+# Number of partial sums of a column that a thread loads at once. For each column, a block has one
+# partial sum per row of a tile: partial sum i is the sum over row i of every tile. After the last
+# tile, the block adds up the partial sums of each column.
 _ADDED_AT_A_TIME = 8
 
-#: The position of a row in shared memory, which contains several pipeline stages: a pair (index of
-#: the stage, index of the row within the stage).
+#: The position of a row in the ring of pipeline stages in shared memory: a pair (index of the
+#: stage, index of the row within the stage).
 RowIndex = tuple[Any, int]
 
 
@@ -67,8 +67,9 @@ class TileWork(NamedTuple):
       finish: ``finish(held, at, statistics, early)`` computes one tile. `held` are the operands'
         buffers in shared memory, ``(stages, rows, cols)``. `at` is the position of the tile's first
         row in them (a `RowIndex`). The arguments `statistics` and `early` are the values that the
-        functions ``statistics(first)`` and ``early(first)`` have returned for this tile.
-        `finish` returns the values of each result, and the terms of the column sums.
+        functions ``statistics(first)`` and ``early(first)`` have returned for this tile. `finish`
+        returns a pair: the values of each result, and the terms of the column sums. The terms of
+        the first fragment (range of columns) come first.
       statistics: ``statistics(first)`` loads the statistics of a tile from global memory. It is
         called one pipeline step before the statistics are used. `first` is the index of the tile's
         first row in the array.
@@ -94,9 +95,9 @@ class _NarrowRowsKernel:
       held: the ring's memory for each row operand, ``(stages, rows, cols)``.
       share: which rows the block processes.
       shared: refs in shared memory, one for each fragment (range of columns). They are used only
-        after the loop. During the loop, an array ``(rows of a tile, columns)`` in registers
-        contains the partial sums of each fragment. After the loop, this array is stored in the
-        fragment's ref, and the rows of the ref are added.
+        after the loop. During the loop, the partial sums of a fragment are in registers, in an
+        array ``(rows of a tile, columns)``. After the loop, this array is stored in the fragment's
+        ref, and the rows of the ref are added.
     """
 
     work: TileWork
@@ -149,10 +150,11 @@ class _NarrowRowsKernel:
         return [self.work.statistics(first + top) for top in self.tops]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """Return `term`, with 0 in stale rows. The previous step adds the terms of these rows.
+        """Return `term`, with 0 in stale rows, which another step adds to the column sums.
 
         Row i of `term` belongs to row ``first + i`` of the array. All rows of `term` are processed
-        in step `k`. A row is stale if it also belongs to the previous step (see `Share`).
+        in step `k`. A row is stale if it also belongs to the previous step of its group (see
+        `Share`).
         """
         if not self.share.has_stale_rows:
             return term
@@ -189,7 +191,7 @@ def narrow_rows_backward(
       start: a function that returns the `TileWork` of a block. It may also load data, such as
         parameters. It is called after the block has started its first copies, so that these loads
         run at the same time as the copies.
-      call: the operands, and what else describes the call.
+      call: the operands, the dtypes of the results, and the numbers of groups and blocks.
       tile: how a warpgroup distributes rows over its threads.
       rows: number of rows per stage.
       stages: number of stages.
@@ -234,7 +236,7 @@ class PipelinedNarrowRows:
       vector: number of neighbouring elements that one thread loads and stores at once.
       threads: number of threads that share a row, at most the 32 threads of a warp.
       rows: number of rows per stage, a multiple of `height`.
-      stages: number of stages. A stage is a buffer in shared memory. Asynchronous copies fill the
+      stages: number of stages, which are buffers in shared memory. Asynchronous copies fill the
         stages in turn.
       blocks_per_sm: number of blocks that fit on an SM at the same time.
     """
@@ -258,14 +260,14 @@ class PipelinedNarrowRows:
 def pipelined_narrow_rows_backward(
     formula: Formula, call: BackwardCall, schedule: PipelinedNarrowRows
 ) -> tuple[jax.Array, ...]:
-    """Run `narrow_rows_backward` with the computation of a formula, and return its results."""
+    """Run `narrow_rows_backward` with the computation that `formula` defines."""
     tile = schedule.tile(call.shape[1])
     fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], at: RowIndex) -> list[list[jax.Array]]:
-        """Load a tile's rows in float32.
+        """Load a tile's rows in float32, from the operands' buffers `held`.
 
-        Returns one list per fragment (range of columns). It contains one array per operand.
+        Returns one list per fragment (range of columns). Each list contains one array per operand.
         """
         return [load_wide(held, layout, (tile.rows, f.width), at, (f.start,)) for f in fragments]
 

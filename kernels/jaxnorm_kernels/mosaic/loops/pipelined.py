@@ -1,15 +1,15 @@
 """Backward passes over rows that stream through a ring of buffers in shared memory.
 
 A backward pass loads two or more arrays, reduces each row to a few sums, and needs the row again to
-compute dx. Here, a *persistent* block processes every n-th row, or every n-th group of a few short
-rows. Each warpgroup of the block has a partition of the columns, and a ring of buffers, called
-*stages*. Asynchronous copies (TMA) fill the stages with the warpgroup's columns of the next rows.
+compute dx. Here, a *persistent* block processes many rows in *steps*: one row per step, or a few
+short rows. If there are n blocks, each of them processes every n-th step. Each warpgroup of the
+block processes a partition of the columns, and has a ring of buffers, called *stages*. Asynchronous
+copies (TMA) fill the stages with the warpgroup's columns of the next rows.
 
 A row is read from shared memory twice: for its sums, and for dx. So it occupies no registers while
 warps exchange the sums. This leaves registers for the column sums (dscale, dbias), which each
-thread accumulates over all rows. Each step processes one row, or one group of short rows. To hide
-the time of the exchange, warps write the sums of step k to shared memory (publish) before they read
-the sums of step k - 1::
+thread accumulates over all rows. To hide the time of the exchange, warps write the sums of step k
+to shared memory (publish) before they read the sums of step k - 1::
 
     for step k:   wait for its stage      add up each warp's columns, publish the sums   (reduce)
                   read the sums of k-1    store dx, add to column sums, refill the stage (finish)
@@ -65,8 +65,8 @@ class Stages:
       count: number of stages.
       steps: number of steps of the block.
       full: a barrier per stage. The stage's copies signal it when they have arrived.
-      copies: ``copies(k, stage)`` returns a pair (source, target) for each copy that loads step k.
-        Each copy moves consecutive bytes.
+      copies: ``copies(k, stage)`` returns a pair (source, target) for each copy that loads the rows
+        of step k into stage number `stage`. Each copy moves consecutive bytes.
       ring: index of this ring of stages if each warpgroup of the block has its own ring. None if
         the block has a single ring.
     """
@@ -116,10 +116,10 @@ class Stages:
 class Share:
     """The rows that one block processes, divided into steps.
 
-    A group consists of consecutive rows with the same parameters. Its rows are divided into steps
-    of `height` neighbouring rows. If n blocks share a group, each of them processes every n-th
-    step. If `height` does not divide the number of rows of a group, the last step overlaps the
-    previous one.
+    The rows of the array form groups: consecutive rows with the same parameters. The rows of a
+    group are divided into steps of `height` neighbouring rows. If n blocks share a group, each of
+    them processes every n-th step. If `height` does not divide the number of rows of a group, the
+    group's last step overlaps the previous one.
 
     Attributes:
       rows: number of rows of a group.
@@ -162,14 +162,14 @@ class Share:
 
     @functools.cached_property
     def has_stale_rows(self) -> bool:
-        """True if the last step contains rows that also belong to the previous step."""
+        """True if the group's last step contains rows that also belong to the previous step."""
         return self.rows % self.height != 0
 
     def is_new(self, row: Any, k: Any) -> Any:
-        """Return True if step `k` is the first step that contains `row`.
+        """Return True if no earlier step of the group contains `row`.
 
-        `row` must be a row of step `k`. The last step of a group may overlap the previous step, so
-        a row may belong to both.
+        `row` must be a row of this block's step `k`. The last step of a group may overlap the
+        previous step, so a row may belong to both.
         """
         return row >= self._of_all(self._step(k) * self.height)
 
@@ -178,9 +178,9 @@ class Share:
         return ref if len(ref.shape) == 1 else ref.at[self.group]
 
     def _step(self, k: Any) -> Any:
-        """Convert the number `k` of a step of this block to the step's number in its group.
+        """Return the number of this block's step `k` among all steps of its group of rows.
 
-        A group of rows is divided into steps, and this block processes only some of them.
+        This block processes only some steps of the group.
         """
         return self.place + k * self.blocks
 
@@ -223,7 +223,7 @@ class PipelinedRows:
         return WARPS, WARP * self.vector
 
     def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
-        """Return a warpgroup's columns, given its index among all warpgroups of the cluster."""
+        """Return the columns of warpgroup number `warpgroup` of the block or cluster."""
         unit = WARPGROUP_THREADS * self.vector
         return Partition(cols, self.cluster * self.warpgroups, unit, self.vector, warpgroup)
 
@@ -242,7 +242,7 @@ class _PipelinedKernel:
       sums: the object that exchanges row sums between warps.
       exchanged: the scratch memory of `sums`.
       units: the columns of the partition, split into units of one vector per thread.
-      columns: for each unit, the values per column (`Formula.columns`).
+      columns: for each unit, the results of `Formula.columns`.
     """
 
     formula: Formula
@@ -260,8 +260,8 @@ class _PipelinedKernel:
         """Process all steps, then store the block's column sums.
 
         An iteration calls `reduce` for one step and `finish` for the previous step. So `reduce` is
-        called for the first step before the loop. A loop that instead skips `finish` in its first
-        iteration made the backward pass of RMSNorm over 4096 columns 15 % slower (H100).
+        called for the first step before the loop. The alternative is a loop that skips `finish` in
+        its first iteration: RMSNorm's backward pass over 4096 columns was then 15 % slower (H100).
         """
         carried, steps = self.no_sums(), self.stages.steps
         first, second = (self.statistics(jnp.int32(k)) for k in range(2))
@@ -325,8 +325,8 @@ class _PipelinedKernel:
     def finish_row(self, at: Any, row: int, index: Any, stats: Arrays, totals: Arrays) -> Arrays:
         """Store the results of one row, and return the terms that it adds to the column sums.
 
-        `index` is the index of the row in the array. `at` and `row` are its place in the ring: the
-        index of the stage, and of the row in the stage.
+        `index` is the index of the row in the array. `at` and `row` are its position in the ring:
+        the index of the stage, and the index of the row within the stage.
         """
         added: list[jax.Array] = []
         for unit, columns in zip(self.units, self.columns):
@@ -338,10 +338,10 @@ class _PipelinedKernel:
         return added
 
     def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
-        """Load one unit of a row from the stage with index `at`, in float32.
+        """Load one unit of a row in float32: row number `row` of the stage with index `at`.
 
-        A unit consists of one vector per thread. The result has an array for each of the first
-        `count` operands.
+        A unit consists of one vector per thread. The result is a list with an array for each of the
+        first `count` operands.
         """
         place = (at, row, unit.stage_start)
         return load_wide(self.held[:count], self.ring.layout, self.ring.shape, place)

@@ -17,9 +17,9 @@ finite number (`Spec.y_limit`). If the row that is normalised is also used elsew
 second cotangent, dh. The kernel adds dh to dx before dx is rounded. Each block sums dscale and
 dbias over its own rows. The sums of the blocks are added outside the kernel, in a fixed order.
 
-`Implementation.backward` describes the arguments and the results of the functions that run a
-backward pass. The argument `schedule` replaces the default schedule. Statistics are float32. All
-other arrays are 16-bit or 32-bit floats.
+The public functions of this module run a backward pass. `Implementation.backward` describes their
+arguments and results. The argument `schedule` replaces the default schedule. Statistics are
+float32. All other arrays are 16-bit or 32-bit floats.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ from jaxnorm_kernels.specs import Spec
 class NormFormula:
     """The backward pass of a norm. The equations are in the module's docstring.
 
-    The row operands are the saved array, dy and, if present, dh. dx is returned `copies` times, so
-    that the kernel can store it in several dtypes.
+    The row operands are the saved array, dy and, if present, dh, in this order. `finish` returns dx
+    `copies` times, so that the kernel can store it in several dtypes.
     """
 
     spec: Spec
@@ -81,9 +81,9 @@ class NormFormula:
         return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return G = scale + scale_offset, 1 / G and the bias, in this order.
+        """Return a list with G = scale + scale_offset, 1 / G and the bias, in this order.
 
-        Values that the equations do not need are left out.
+        Arrays that the equations of this call do not need are left out.
         """
         params = list(params)
         columns = []
@@ -176,9 +176,9 @@ def norm_bwd(
         dtypes.append(spec.x_dtype)
     rows = (residuals.saved, cotangents.y, cotangents.h)
     params = (residuals.scale, residuals.bias if spec.reads_bias else None)
-    # The formula does not use `wrt`, the operands that need gradients, so `wrt` is replaced by ().
-    # In `spec.last`, the operation's name is always norm, even for a call of add_norm. So calls
-    # that differ only in `wrt`, or only in this name, can share one kernel.
+    # Make the specs of more calls equal, so that these calls share one kernel. The formula does not
+    # use `wrt`, the operands that need gradients, so `wrt` is replaced by (). In `spec.last`, the
+    # operation's name is always norm, even for a call of add_norm.
     formula = NormFormula(dataclasses.replace(spec.last, wrt=()), copies=len(dtypes))
     (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule, op="norm")
     if spec.op == "norm":
@@ -199,8 +199,8 @@ def _run(
 ) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
     """Run the backward kernel that computes `formula`.
 
-    `params` are the parameters, and `names` are their names. `op` is an operation's name, which
-    becomes a part of the kernel's name. By default, it is `Spec.op`.
+    `rows` are the row operands, in the order of the formula. `params` are the parameters, and
+    `names` are their names. `op` is a part of the kernel's name; by default, it is `Spec.op`.
 
     Returns two values. The first is a list of arrays of x's shape, such as dx, with the dtypes in
     `results`. The second is a dict that maps the name of each parameter to its gradient.
@@ -254,7 +254,7 @@ def _kernel(formula: Formula, call: BackwardCall, schedule: NormSchedule) -> tup
 class GatedFormula:
     """The backward pass of RMSNorm with a gate. The equations are above the class.
 
-    The row operands are x, the gate and dy.
+    The row operands are x, the gate and dy, in this order.
     """
 
     spec: Spec
@@ -289,10 +289,7 @@ class GatedFormula:
     def _elements(
         self, elements: Arrays, columns: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return `e`, `dg`, `t`, `a` and the derivative of `a` with respect to the gate.
-
-        The equations above the class define these arrays.
-        """
+        """Return e, dg, t, a and activation'(gate), as defined in the equations above the class."""
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
@@ -332,10 +329,8 @@ def norm_gated_bwd(
 class ScaledSumFormula:
     """The backward pass of a norm of h = residual + branch_scale * x.
 
-    The equations are above the class.
-
-    The row operands are the saved array, dy, x and, if present, dh. `norm` is the formula for the
-    norm of h.
+    The equations are above the class. The row operands are the saved array, dy, x and, if present,
+    dh, in this order. `norm` is the formula for the norm of h.
     """
 
     norm: NormFormula
@@ -397,9 +392,9 @@ def scaled_sum_bwd(
 #     gradient of x      dx = r (dresidual G - xh c),             c = mean(dresidual u)
 #                        dscale = sum_rows(dresidual xh),         dnext_scale = sum_rows(d xh')
 #
-# c depends on dresidual, and dresidual depends on c'. Computed in this order, they would need two
-# reductions of a row, one after the other. Instead, c is computed from sums that do not depend on
-# dresidual or c':
+# c depends on dresidual, and dresidual depends on c'. Computed from these equations, c' and c would
+# need two reductions of a row, one after the other. Instead, c is computed from c' and from sums
+# that do not depend on dresidual or c', so a single reduction is enough:
 #
 #     c = mean(dh u) + r' (mean(d G' u) - c' mean(xh' u))
 
@@ -408,7 +403,7 @@ def scaled_sum_bwd(
 class TwoNormsFormula:
     """The backward pass of two norms. The equations are above the class.
 
-    The row operands are x, the saved array, dy and, if present, dh.
+    The row operands are x, the saved array, dy and, if present, dh, in this order.
     """
 
     spec: Spec
@@ -428,7 +423,7 @@ class TwoNormsFormula:
         )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
-        """Return a list of three arrays: G of the first norm, and G' and 1 / G' of the second.
+        """Return a list of three arrays: G, G' and 1 / G', in this order.
 
         G is scale + scale_offset of the first norm, and G' is the same sum for the second norm. If
         a norm has no scale, its arrays are left out. If the input is saved, 1 / G' is left out.

@@ -88,9 +88,10 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     return ACTIVATIONS[spec.norm.activation]
 
 
-# Minimum |G| for which 1 / G is computed. If |G| is smaller, y = xh * G has underflowed to 0, and 1
-# / G may be infinite. The normalised input xh is then taken to be 0. This occurs only in float16.
-# In other dtypes, |G| is at least `Spec.scale_floor`, which is greater than this number.
+# Minimum |G| for which 1 / G is computed; G = scale + scale_offset. If |G| is smaller, y = xh * G
+# has underflowed to 0, and 1 / G may be infinite. The normalised input xh is then taken to be 0.
+# This occurs only in float16. In other dtypes, |G| is at least `Spec.scale_floor`, which is greater
+# than this number.
 _NO_RECIPROCAL = 2.0**-100
 
 
@@ -107,7 +108,10 @@ def gain(scale: jax.Array, spec: Spec) -> jax.Array:
 
 
 def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
-    """Return 1 / G, or 0 where G is so small that xh = y / G cannot be recovered."""
+    """Return 1 / g, or 0 where g is so small that xh cannot be recovered from y = xh * g.
+
+    `g` is the result of `gain`, and xh is the normalised input.
+    """
     if spec.scale_floor is not None:
         return 1 / g
     none = jnp.abs(g) < _NO_RECIPROCAL

@@ -84,8 +84,8 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.norm.residual_dtype
 
 
-#: Parameters in registers, such as G and the bias. There is one list for each fragment (range of
-#: columns) of a row. It contains one array per parameter.
+#: Parameters in registers, such as G = scale + scale_offset and the bias. There is one list for
+#: each fragment (range of columns) of a row. Each list contains one array per parameter.
 Columns = list[list[jax.Array]]
 
 
@@ -118,9 +118,10 @@ class _Params:
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
         """Load the parameters in ``refs[k]``.
 
-        The result has one list per parameter. The list contains one array per fragment.
+        The result has one list per parameter, which contains one array per fragment. (The method
+        `columns` returns one list per fragment instead.)
 
-        ``index()`` returns the index of the row (or rows) that the parameters are applied to. If
+        ``index()`` returns the index of the row (or rows) to which the parameters are applied. If
         each group of rows has its own parameters, the index selects the group (see `of_group`).
         """
         return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
@@ -134,9 +135,9 @@ class _Params:
     def columns(self, loaded: Columns, k: int) -> Columns:
         """Return the parameters ``refs[k]`` in float32, as they are used in the computation.
 
-        `k` is an index of `norms` and `refs`. If ``norms[k]`` is the spec of a norm, the parameters
-        are G = scale + scale_offset and the bias, as far as the norm has them. If ``norms[k]`` is
-        None, the only parameter is branch_scale. `loaded` is the result of ``load(k, ...)``.
+        `loaded` is the result of ``load(k, ...)``. If ``norms[k]`` is the spec of a norm, the
+        parameters are G = scale + scale_offset and the bias; absent ones are left out. If
+        ``norms[k]`` is None, the only parameter is branch_scale.
         """
         norm = self.norms[k]
         if norm is None:
@@ -158,8 +159,8 @@ class _Row:
       tile: how a block distributes its rows over threads.
       loaded: the row.
       scratch: shared memory for the exchange of statistics.
-      columns: ``columns(k)`` returns G and the bias of norm number k. Norms are numbered from 0. A
-        call with a branch_scale has only norm 0, and ``columns(1)`` returns its branch_scale.
+      columns: ``columns(k)`` returns G and the bias of norm number k, counted from 0. In a call
+        with a branch_scale, there is only norm 0, and ``columns(1)`` returns the branch_scale.
       stats: statistics of the norms, appended as they are computed.
     """
 
@@ -261,7 +262,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     """The kernel's body: load, normalise and store each row of the block."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the arrays that the operation needs, from the elements of the row operands.
+        """Return the arrays that the operation needs; `x` and `other` are the row operands.
 
         The first array contains the elements to normalise. Some operations need a second array for
         the steps after the norm, or as a result:

@@ -102,8 +102,8 @@ class _RotatedRows:
       tile: how a warpgroup distributes its rows over threads.
       rstd: ref of the rows' reciprocal standard deviations, ``(rows,)``.
       tables: refs of the tables of cos and sin.
-      gains: two lists with an array for each fragment. The first list contains G, the
-        second contains 1 / G. Without a scale, both lists are empty.
+      gains: two lists with an array for each fragment. The first list contains G, and the second
+        list 1 / G. Without a scale, both lists are empty.
     """
 
     spec: Spec
@@ -113,7 +113,7 @@ class _RotatedRows:
     gains: tuple[Fragments, Fragments]
 
     def load(self, first: Any) -> tuple[Fragments, jax.Array]:
-        """Load cos, sin and rstd of the tile whose first row has the index `first`."""
+        """Return a pair, [cos, sin] and rstd of a tile. `first` is the index of its first row."""
         shared = self.spec.norm.table_rows
         assert shared is not None
         table = self.tile.load_tables(self.tables, shared, first)
@@ -122,7 +122,10 @@ class _RotatedRows:
     def finish(
         self, held: Sequence[Ref], at: RowIndex, _: None, loaded: tuple[Fragments, jax.Array]
     ) -> tuple[list[Fragments], Fragments]:
-        """Return dx and the terms of dscale, for the tile whose first row is `held[at]`."""
+        """Return ``[dx]`` and the terms of dscale; see `TileWork.finish`.
+
+        `held` are the buffers of the saved array and of dy. `loaded` is the result of `load`.
+        """
         tile, (table, r), (g, reciprocals) = self.tile, loaded, self.gains
         saved, d = (tile.load_shared(ref, at) for ref in held)
         of_rows = [tile.broadcast(r, v) for v in saved]

@@ -11,14 +11,14 @@ The equations are the same as in `norm.forward` and `norm.backward`, with two di
   the columns of an inner element. In these sums, G is a constant, so sum(d G xh) = G * dscale and
   sum(d G) = G * dbias. The means c2 and c1 are these products, divided by the number of elements.
   (If the output is saved, `norm.backward` computes c2 as mean(d z) instead.)
-* If the input is saved, only c = x - mean is computed for each column. The factors r, G and r r c2
-  are the same for all columns, so their products are computed once per inner element:
+* If the input is saved, only c = x - mean is computed for each column. The factors r G and r r c2
+  are the same for all columns, so they are computed once per inner element:
 
       n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
 
-Each block (or cluster of blocks) has a strip of the array in shared memory (see `rows.strips`), and
-reads it in each pass. Each warp computes statistics of its own columns. They are merged over the
-warps of a block, and then over the blocks of a cluster.
+Each block (or cluster of blocks) loads a strip of the array into shared memory (see `rows.strips`),
+and reads it there several times. Each warp computes statistics of its own columns. They are merged
+over the warps of a block, and then over the blocks of a cluster.
 """
 
 import functools
@@ -47,7 +47,7 @@ _F32 = np.dtype(np.float32)
 
 #: A function ``gather(merge, stats)`` that returns the merged statistics of all warps that share a
 #: strip. `merge` is the function that merges them, and `stats` are the statistics of this
-#: warpgroup.
+#: warpgroup's warps.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
@@ -92,7 +92,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Return the gradients of x, scale and bias.
+    """Return the gradients of x, scale and bias of a norm over the middle axis.
 
     The kernel sums the gradients of scale and bias over the middle axis. Then XLA sums them over
     the outer axis.
@@ -156,7 +156,7 @@ def _in_strips(
 ) -> tuple[jax.Array, ...]:
     """Run ``finish(strip, gather, refs)`` on each strip of the arrays `rows`.
 
-    `gather` merges statistics, and `refs` contains the refs of `others` and of the outputs.
+    `gather` merges statistics, and `refs` has the refs of `others`, followed by the outputs' refs.
 
     Args:
       finish: a function that computes and stores the results of a strip. In its first pass over the
@@ -164,7 +164,7 @@ def _in_strips(
         must not wait.
       strips: how the arrays are split into strips.
       rows: arrays ``(outer, cols, inner)``, which are loaded into shared memory.
-      others: further arrays, such as statistics and parameters.
+      others: operands that stay in global memory, such as statistics and parameters.
       outputs: shape and dtype of each output.
       exchanged: maximum number of statistics that warps exchange at a time.
       name: the kernel's name.
@@ -265,7 +265,7 @@ class _StripFormula(NormFormula):
     def of_inner(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return two lists: the gradients of the parameters, and shares of the row sums.
+        """Return two lists: the gradients of the parameters, and the terms of the row sums.
 
         All arrays have one value for each inner element (index along the last axis). For each array
         that the method `terms` returns, `sums` contains its sum over the columns (indices along the
@@ -273,9 +273,9 @@ class _StripFormula(NormFormula):
 
         * The first list contains dscale and dbias. A gradient is left out if the call has no such
           parameter.
-        * The second list contains each inner element's share of c2 and, in LayerNorm, of c1. These
-          are the row sums of the backward pass (see `norm.backward`). The caller adds the shares of
-          all inner elements of a group.
+        * The second list contains sum(d G xh) and, in LayerNorm, sum(d G), over the columns of each
+          inner element. The caller adds these sums over all inner elements of a group. Divided by
+          the number of elements, they are c2 and c1 (see `norm.backward`).
         """
         dscale, *dbias = sums
         if not self.from_output:
@@ -292,7 +292,10 @@ class _StripFormula(NormFormula):
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array]:
-        """Return d and c = x - mean. d is dy, times the activation's derivative if there is one."""
+        """Return d and c = x - mean. If there is an activation, d is dy times its derivative.
+
+        Otherwise, d is dy.
+        """
         _, *mean = stats
         c = x - mean[0] if mean else x
         if self.spec.norm.activation is None:

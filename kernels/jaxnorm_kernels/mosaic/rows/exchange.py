@@ -2,9 +2,8 @@
 
 After a `Gather`, every warp has the values of all warps; after `RowSums`, it has their sums. The
 blocks of a cluster write values into each other's shared memory, which CUDA calls distributed
-shared memory. The arriving bytes are counted by barriers
-(`TransactionBarriers`). Pallas has no such operations, so they are written in PTX. The interpreter
-does not support clusters.
+shared memory. Barriers count the arriving bytes (`TransactionBarriers`). Pallas has no such
+operations, so they are written in PTX. The interpreter does not support clusters.
 """
 
 import dataclasses
@@ -117,14 +116,14 @@ class TransactionBarriers:
 
 
 def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
-    """Return the address of the barrier for the exchange that uses stage number `stage`."""
+    """Return the address of the barrier that belongs to stage number `stage`."""
     return mgpu.address_of(barriers) + stage * 8
 
 
 def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
-    """Announce `size` incoming bytes to a barrier of this block.
+    """Announce `size` incoming bytes to a barrier of this block: it will wait for them.
 
-    Of all threads that call this, only the one in which `is_one` is true announces them.
+    All threads call this function, but only the thread in which `is_one` is true announces bytes.
     """
     utils.inline_ptx(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
@@ -140,8 +139,9 @@ def send(
 ) -> None:
     """Send 1, 2 or 4 values to the shared memory of another block of the cluster.
 
-    `target` and `barrier` are addresses in this block's shared memory; the values go to the same
-    addresses in block number `block`. If `block` is not below `blocks`, nothing is sent.
+    `target` and `barrier` are addresses in shared memory. In block number `block`, the values are
+    written to `target`, and the barrier at the address `barrier` counts their bytes. If `block` is
+    not below `blocks`, nothing is sent.
     """
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
     values = ", ".join(f"${4 + i}" for i in range(len(message)))
@@ -167,9 +167,8 @@ def send(
 # Each block has memory for the values of all blocks (slots), and `TransactionBarriers` that count
 # the bytes arriving there. The time depends on the number of messages (``st.async`` instructions),
 # not on their length: with 64 messages per row instead of 512, LayerNorm's backward pass over 16
-# blocks takes a third less time (H200). So if only sums over all warps are needed, and not
-# immediately, the four warps of each warpgroup add their values first. Then the warpgroup sends
-# only the sums.
+# blocks takes a third less time (H200). So if only sums over all warps are needed (`RowSums`), the
+# four warps of each warpgroup first add their values, and the warpgroup sends only the sums.
 
 
 def _tree_sum(values: list[Any]) -> Any:
@@ -198,8 +197,8 @@ class Exchange:
       warpgroups: number of warpgroups (of 4 warps) per block.
       cluster: number of blocks that share a row; 1 means no cluster.
       values: maximum number of values that a warp contributes to an exchange.
-      depth: number of exchanges that may be in flight: their values have been written, but not
-        read by all warps.
+      depth: number of exchanges that may be in flight. An exchange is in flight while its values
+        have been written, but not yet read by all warps.
       stages: number of stages, each of which is memory for the values of one exchange. The fastest
         warp may write exchange ``k + stages - 1`` while the slowest still reads exchange k.
     """
@@ -216,7 +215,10 @@ class Exchange:
 
     @property
     def parts(self) -> int:
-        """Number of contributions to each value: one per warp, or one per warpgroup if added."""
+        """Number of contributions to each value: one per warp, or one per warpgroup.
+
+        It is one per warpgroup if each warpgroup adds its warps' values before it sends them.
+        """
         return self.warpgroups * self.cluster * (1 if self._is_added else WARPS)
 
     @property
@@ -225,7 +227,7 @@ class Exchange:
 
     @property
     def _width(self) -> int:
-        """Number of float32 values that a warpgroup sends, padded to complete messages.
+        """Number of float32 values that a warpgroup sends to a block, padded to complete messages.
 
         A message (an ``st.async`` instruction) has 1, 2 or 4 values.
         """
@@ -236,10 +238,9 @@ class Exchange:
     def _slots(self) -> tuple[int, int]:
         """Shape of a stage, which is the memory for one exchange.
 
-        Each value has several contributions (see `parts`), and a stage has one element for each
-        contribution to each value. The shape is (number of values, number of contributions per
-        value). If warpgroups add their values, these two sizes are in the opposite order, and the
-        number of values includes the padding of `_width`.
+        A stage has one element for each contribution to each value (see `parts`). Its shape is
+        (number of values, number of contributions). If warpgroups add their warps' values, it is
+        (number of contributions, number of values with padding); see `_width`.
         """
         return (self.parts, self._width) if self._is_added else (self.values, self.parts)
 
@@ -248,9 +249,10 @@ class Exchange:
         return TransactionBarriers(self.warpgroups, self.stages)
 
     def scratch(self) -> list[Any]:
-        """Return the shared memory and barriers, in the order of a kernel body's arguments.
+        """Return a list with the memory for values (`_slots`), the barriers, and memory for sums.
 
-        In a cluster in which warpgroups add their values, there is also memory for these additions.
+        The memory for sums is needed only if warpgroups add their warps' values. The refs that a
+        kernel's body gets for this list are the argument `scratch` of the other methods.
         """
         rows, width = self._slots
         slots = plgpu.SMEM((self.stages * rows, width), jnp.float32)
@@ -283,7 +285,7 @@ class Exchange:
 
     @property
     def _of_warpgroup(self) -> Any:
-        """Slice that selects four columns of a stage, one for each warp of this warpgroup.
+        """Slice that selects four columns of a stage: the columns of this warpgroup's warps.
 
         A stage in shared memory has one column for each warp of the block. Each warp stores its
         values in its own column.
@@ -329,9 +331,9 @@ class Exchange:
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: mgpu.Word) -> None:
-        """Add this warpgroup's share to the number of bytes for which the block's barrier waits.
+        """Announce this warpgroup's part of the bytes that the block will receive.
 
-        These are the bytes that the block will receive. Its warpgroups add equal shares.
+        The block's warpgroups announce equal parts. Its barrier waits for all of them.
         """
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
@@ -387,17 +389,17 @@ class Gather(Exchange):
 class RowSums(Exchange):
     """An exchange after which every warp has the sums over all warps, for persistent kernels.
 
-    A persistent kernel exchanges `values` sums in each of its steps: `publish` writes a warpgroup's
-    contributions, and `collect` waits for all contributions and adds them. With a `depth` of 2, a
-    step may be published before the previous step is collected. The number of `stages` is twice the
-    depth. Mosaic's own reduction over the
-    warps of a warpgroup cannot be used. It would cause a race, because all warpgroups of a block
-    would use the same scratch memory.
+    In a persistent kernel, a block processes many rows, in steps. In each step, the kernel
+    exchanges `values` sums: `publish` writes a warpgroup's contributions, and `collect` waits for
+    all contributions and adds them. With a `depth` of 2, a step may be published before the
+    previous step is collected. The number of `stages` is twice the depth. Mosaic's own reduction
+    over the warps of a warpgroup would cause a race: all warpgroups of a block would use the same
+    scratch memory.
 
     Attributes:
       in_lanes: how the contributions to a sum are added. If False, each thread reads all of them
-        and adds them, which is fast. If True, each thread reads one, and the warp adds them with
-        shuffles, which saves registers.
+        and adds them, which is fast. If True, each thread reads one of them, and the warp adds them
+        with shuffles, which saves registers.
     """
 
     in_lanes: bool = False
@@ -434,7 +436,7 @@ class RowSums(Exchange):
         return barriers.at[lax.rem(k, self.depth)] if self.depth > 1 else barriers
 
     def _totals(self, slots: Ref, stage: Any) -> list[jax.Array]:
-        """Return the sum of each value over the warps of all blocks.
+        """Return the sum of each value over the warps of all blocks of the cluster.
 
         All blocks add in the same order, so they get identical bits.
         """
@@ -470,8 +472,8 @@ class RowSums(Exchange):
 
         return list(add(slots, stage))
 
-    # Mosaic's own loads and stores of these values take 90 operations each. A step may have eight
-    # of them.
+    # The next two methods are written in MLIR, because each of Mosaic's own loads and stores of
+    # such values takes 90 operations, and a step may have eight of them.
 
     def _store(self, shared: Ref, stage: Any, sums: Sequence[jax.Array]) -> None:
         layout = warps_layout(1).reduce(1)

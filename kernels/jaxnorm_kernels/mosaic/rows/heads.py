@@ -5,7 +5,8 @@ of each pair, the second column of each pair, and the columns that are not rotat
 matching columns of the first two fragments, so it can rotate its pairs by itself. In memory, r
 rotated columns are arranged in one of two ways::
 
-    half            columns 0 ... r/2       columns r/2 ... r       the rest
+                    first columns           second columns          not rotated
+    half            columns 0 ... r/2-1     columns r/2 ... r-1     the rest
     interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
 
 The tables of cos and sin have a row per position, which several heads share. They are not expanded
@@ -122,9 +123,9 @@ class HeadTile:
     def load_shared(self, ref: Ref, at: tuple[Any, int]) -> Fragments:
         """Load the tile's rows from shared memory, in float32.
 
-        Returns a list with one array for each fragment (see the class's docstring).
-        The ref has the shape ``(stages, rows, cols)``. `at` is the position of the tile's first row
-        in it, a pair (index of the stage, index of the row within the stage).
+        Returns a list with one array for each fragment (see the class's docstring). The ref has the
+        shape ``(stages, rows, cols)``. `at` is the position of the tile's first row in it: a pair
+        (index of the stage, index of the row within the stage).
         """
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)
@@ -157,8 +158,8 @@ class HeadTile:
     def load_tables(self, refs: Sequence[Ref], shared: Shared, first: Any) -> list[jax.Array]:
         """Load cos and sin for each pair of each row of a tile, in float32.
 
-        `refs` are the tables of cos and sin. `first` is the index of the tile's first row. `shared`
-        describes which table row each row uses.
+        `refs` are the tables of cos and sin. `first` is the index of the tile's first row in x.
+        `shared` describes which table row each row of x uses.
         """
         if not self.has_one_position(shared):
             layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
@@ -177,15 +178,15 @@ class HeadTile:
     def store(self, ref: Ref, rows: Any, fragments: Sequence[jax.Array]) -> None:
         """Store rows in `ref`, a ``(rows, cols)`` array in global memory.
 
-        `fragments` is a list with one array for each fragment (see the class's docstring).
-        The values are rounded to the dtype of `ref`.
+        `fragments` is a list with one array for each fragment (see the class's docstring). The
+        values are rounded to the dtype of `ref`.
         """
         values = self._join([v.astype(ref.dtype) for v in fragments], self.rows_layout)
         for (columns, layout), value in zip(self._ranges(self.rows_layout), values):
             store_global(ref.at[rows, columns], value, layout)
 
     def store_param(self, ref: Ref, fragments: Sequence[jax.Array]) -> None:
-        """Store an array of columns in `ref`, a ``(cols,)`` array in global memory.
+        """Store one value per column in `ref`, a ``(cols,)`` array in global memory.
 
         `fragments` is a list with one array for each fragment (see the class's docstring).
         """
@@ -215,8 +216,9 @@ class HeadTile:
     def _ranges(self, of: Callable[[int], Layout]) -> list[tuple[pl.Slice, Layout]]:
         """Return the column ranges that are loaded or stored, and their register layouts.
 
-        Interleaved pairs are one range, and other pairs are two. ``of(vector)`` returns the layout
-        with `vector` neighbouring columns per thread.
+        If pairs are interleaved, the rotated columns are one range, otherwise two. The columns that
+        are not rotated are another range. ``of(vector)`` returns the layout with `vector`
+        neighbouring columns per thread.
         """
         ranges = [(pl.ds(0, self.rotated), of(2 * self.vector))]
         if not self.interleaved:
@@ -227,14 +229,14 @@ class HeadTile:
         return ranges
 
     def _split(self, ranges: Fragments, of: Callable[[int], Layout]) -> Fragments:
-        """Return the fragments of a row, from the arrays of its `_ranges`."""
+        """Return the arrays of the fragments, given the arrays of the column ranges (`_ranges`)."""
         if not self.interleaved:
             return ranges
         pairs, *rest = ranges
         return [*split_pairs(pairs, of(2 * self.vector), of(self.vector)), *rest]
 
     def _join(self, fragments: Sequence[jax.Array], of: Callable[[int], Layout]) -> Fragments:
-        """Return the arrays of a row's `_ranges`, from its fragments."""
+        """Return the arrays of the column ranges (`_ranges`), given the arrays of the fragments."""
         if not self.interleaved:
             return [*fragments]
         first, second, *rest = fragments

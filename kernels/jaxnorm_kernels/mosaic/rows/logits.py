@@ -35,15 +35,15 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
-    """Multiply `z`, the gradient of the logits, by the softmax's scale."""
+    """Multiply `z`, the logits or their gradient, by the softmax's scale."""
     return z if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * z
 
 
 def scaled_logits(x: jax.Array, spec: Spec) -> jax.Array:
     """Multiply the logits x by the softmax's scale. The product is finite if x is finite.
 
-    Otherwise, a row that is masked by the lowest finite number would be -inf in all elements, and
-    its softmax would be NaN.
+    An overflow would turn a finite row into NaN: if all logits of a row are the lowest finite
+    number, which some programs use as a mask, all products would be -inf.
     """
     z, lowest = scaled(x, spec), np.finfo(np.float32).min
     if not spec.scale_may_overflow:
@@ -54,9 +54,8 @@ def scaled_logits(x: jax.Array, spec: Spec) -> jax.Array:
 def shared_operands(spec: Spec) -> list[Shared | None]:
     """Return a list that describes how the mask and the bias are broadcast over the rows of x.
 
-    The first entry is for the mask; it is left out if the pass reads no mask. The next entry is for
-    the bias; it is left out if there is no bias. An entry is a `Shared`, or None if the spec does
-    not describe the broadcast.
+    It has an entry for the mask, if the pass reads a mask, and then an entry for the bias, if there
+    is one. An entry is a `Shared`, or None if the spec does not describe the broadcast.
     """
     if not spec.is_softmax:
         return []
@@ -73,17 +72,17 @@ def run_of_rows(spec: Spec) -> int:
     """Return the length of a *run*: consecutive rows of x that a block may process together.
 
     The rows of a run either use consecutive rows of the mask (or bias), or all use the same row of
-    it. In a causal softmax, the rows of a run also belong to the same score matrix. The rows of a
-    score matrix are queries, and its columns are keys.
+    it. In a causal softmax, they also belong to the same score matrix, in which rows are queries
+    and columns are keys.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
     return math.gcd(*runs, *([spec.softmax.queries] if spec.is_causal else []))
 
 
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
-    """Increase the threads per row until all rows of a block belong to one run.
+    """Increase the threads per row until all rows of a block belong to one run (`run_of_rows`).
 
-    Returns the number of threads and the vector size. A run is defined in `run_of_rows`. The more
+    Returns a pair: the number of threads per row, and the number of elements of a vector. The more
     threads share a row, the fewer rows a block has. If ``threads * vector`` would exceed the number
     of columns, `vector` is halved. If the rows of a block belong to several runs even with the
     maximum number of threads, the caller must choose a block with a single row.
@@ -105,13 +104,13 @@ _LEAST_LOAD_BYTES = 8
 
 
 def causal_unit(spec: Spec, threads: int, vector: int, parts: int) -> tuple[int, int]:
-    """Return a number of threads and a vector size that split a causal row into `parts` units.
+    """Return a pair (threads per row, elements of a vector) that gives a causal row `parts` units.
 
     A unit consists of ``threads * vector`` columns, which the threads of a row load at once. A
     causal softmax does not load units that are entirely above the diagonal. On average, it loads
-    half a unit more than necessary, so small units are better. First the vector is halved, then the
-    number of threads, until the row has `parts` units or both are minimal. Rows with a mask or a
-    bias, and short rows, use `threads` and `vector` unchanged.
+    half a unit more than necessary, so small units are better. First `vector` is halved, then
+    `threads`, until the row has `parts` units or both are minimal. For rows with a mask or a bias,
+    and for short rows, `threads` and `vector` are returned unchanged.
     """
     if not spec.is_causal or shared_operands(spec) or spec.cols < _LEAST_CAUSAL_COLS:
         return threads, vector
@@ -147,7 +146,7 @@ class LogitRows:
         return [self._load_fragment(ref, self.row, p) for p in self.tile.fragments()]
 
     def load_shared(self, ref: Ref, shared: Shared) -> Fragments:
-        """Load a broadcast operand (mask or bias): one value for each element of the rows.
+        """Load a mask or a bias, and broadcast it: one value for each element of the rows.
 
         A bias is converted to float32, a mask to int8.
         """
@@ -167,7 +166,10 @@ class LogitRows:
 
     @property
     def drops(self) -> bool:
-        """True if masked elements are excluded; otherwise they have a finite constant logit."""
+        """True if some elements are masked, and these are excluded from the softmax.
+
+        Otherwise, masked elements have a finite constant logit (`SoftmaxOptions.masked_logit`).
+        """
         return self.masks and self.spec.drops_masked
 
     def keep(self, *, again: bool = False) -> list[jax.Array]:
@@ -186,7 +188,7 @@ class LogitRows:
     def each(self, function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
         """Apply a function to each fragment (column range) of the rows.
 
-        The results of fragments above the diagonal are 0.
+        In a causal softmax, it is not applied to fragments above the diagonal: their results are 0.
         """
         if not self.spec.softmax.causal:
             return each_fragment(function, values)
@@ -248,7 +250,7 @@ class LogitRows:
 
         The values are not used in this case. The first columns come from the L1 cache, because they
         are loaded in any case. A branch around each load would be slower: a thread has predicate
-        registers for the conditions of only six loads, so further loads would wait.
+        registers for the conditions of only six loads, so the seventh load would wait.
         """
         shape = self.tile.shape(fragment.width)
         layout = self.tile.layout
@@ -263,7 +265,7 @@ class LogitRows:
         return _expanded(values, self.tile.shape(fragment.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
-        """Load one value for each row of the tile, or a single value if all rows use the same."""
+        """Load one value for each row of the tile, or a single value for all rows of the tile."""
         if isinstance(row, pl.Slice):
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)
@@ -274,8 +276,8 @@ def first_row(tile: Tile, spec: Spec) -> Any:
     """Return the index in x of the rows that a block processes.
 
     If several rows of x use the same row of the bias or the mask, they are assigned to blocks that
-    run at the same time. The first of these blocks loads the shared row from memory. The others
-    load it from the L2 cache.
+    run at the same time. The first of these blocks loads this row of the bias or mask from memory,
+    and the other blocks load it from the L2 cache.
     """
     operands = [s for s in shared_operands(spec) if s is not None and s.has_columns and s.segments]
     shared = operands[-1] if operands else None

@@ -38,10 +38,11 @@ class Fragment:
       vector: number of neighbouring columns per thread, if the threads of a warpgroup or of several
         warpgroups share a row.
       stage_start: position of the first column in shared memory, relative to the partition's start.
-      fresh: None if no column is stale, or a pair of column indices (first, end). This fragment
-        adds the columns from `first` to `end` - 1 to sums. The other columns are *stale*: another
-        fragment contains them, too, and adds them, or they are padding. If `end` is None, it is the
-        end of the fragment, and stale columns are also stored, with the same value.
+      fresh: None if no column is stale. Otherwise, a pair of column indices (first, end): this
+        fragment adds the columns from `first` to `end` - 1 to sums. Its other columns are *stale*:
+        they are padding, or another fragment adds them. Stale columns are not stored. There is one
+        exception: an `end` of None stands for the end of the fragment, and stale columns are then
+        stored, too, with the same value.
     """
 
     start: Any
@@ -65,7 +66,7 @@ class Fragment:
         return pl.ds(self.start, self.width)
 
     def has(self, column: jax.Array) -> jax.Array:
-        """Return True if `column` is a column of the fragment."""
+        """Return a traced bool: True if the fragment contains column number `column`."""
         behind = self.start + self.width
         return jnp.logical_and(column >= self.start, column < behind)
 
@@ -101,9 +102,9 @@ class Fragment:
 class Partition:
     """A partition of a row: the range of its columns that one warpgroup processes.
 
-    A warpgroup loads a unit at a time, which consists of one vector per thread. If a warpgroup
-    processes several rows at the same time, a partition is an entire row. A unit of this row then
-    has one vector for each thread that shares the row.
+    A warpgroup loads one unit at a time: one vector per thread. If a warpgroup processes several
+    rows at the same time, a partition is an entire row, and a unit has one vector for each thread
+    that shares the row.
 
     Attributes:
       cols: number of columns of the row.
@@ -121,7 +122,7 @@ class Partition:
 
     @functools.cached_property
     def units(self) -> int:
-        """Number of complete units (one vector per thread) in the partition.
+        """Number of complete units (one vector per thread) in each partition.
 
         Raises ValueError if the row is too short for one unit per partition.
         """

@@ -2,7 +2,8 @@
 
 Each warp has statistics of its own columns, for each inner element. It writes them to shared
 memory, and then every warp of the block merges the statistics of all warps. In a cluster, each
-block sends its merged statistics to all blocks (`TransactionBarriers`), which merge them again.
+block sends its merged statistics to all blocks, and each block then merges the statistics of all
+blocks (see `TransactionBarriers`).
 """
 
 import dataclasses
@@ -61,8 +62,8 @@ class Partials:
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 
 
-#: A function that merges statistics. Each part of the columns has its own statistics. The function
-#: takes the statistics of all parts, and returns the statistics over all columns.
+#: A function that merges statistics: from the statistics of each part of the columns, it computes
+#: the statistics over all columns.
 Merge = Callable[[Partials], list[Any]]
 
 
@@ -110,15 +111,14 @@ class StripExchange:
     ) -> list[Any]:
         """Merge the statistics of all warps that share the strip.
 
-        The shape of a warpgroup's statistics is ``(4, width)``. The results are ``(width,)``, and
-        equal in all warps.
+        The results are ``(width,)`` arrays, which are equal in all warps.
 
         Args:
-          scratch: the shared memory and barriers of the exchange, in the order in which the method
-            `scratch` describes them.
-          merge: the function that merges statistics. It is applied to the warps of a block, and in
-            a cluster once more to its blocks.
-          stats: statistics of this warpgroup's four warps.
+          scratch: the shared memory and barriers that the method `scratch` requests.
+          merge: the function that merges statistics. It is applied to the statistics of a block's
+            warps and, in a cluster, then to the statistics of its blocks.
+          stats: statistics of this warpgroup's four warps, ``(4, width)`` arrays. An entry is a
+            float if all warps have the same value.
         """
         of_warps, barrier, *of_cluster = scratch
         arrays = [stat for stat in stats if not isinstance(stat, float)]

@@ -12,9 +12,9 @@ Each warpgroup has a partition of the columns (see `partitions`). It processes t
 units. A unit has one vector for each thread of the 4 warps, and the shape ``(4, columns of a warp,
 width)``. The 32 lanes of a warp run along the width first, then along the columns.
 
-In GroupNorm, `group` neighbouring inner elements are normalised together, so they have one mean and
-one variance. In registers, a statistic is a ``(width,)`` array, in which all elements of a group
-have the same value, with identical bits. In memory, it has one value per group.
+In GroupNorm, `group` neighbouring inner elements are normalised together, so they share one mean
+and one variance. In registers, a statistic is a ``(width,)`` array, in which all elements of a
+group have the same value, with identical bits. In global memory, it has one value per group.
 
 If the width does not divide the inner axis, the last strip ends with the axis and overlaps the
 previous strip. If the group size does not divide the width, a strip may contain only a part of its
@@ -77,12 +77,12 @@ _PARTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class StripSchedule:
-    """How an array is split into strips, and a strip into parts (see the module's docstring).
+    """How an array is split into strips, and a strip among threads; see the module's docstring.
 
     Attributes:
       outer, cols, inner: shape of the array.
       vector: number of neighbouring inner elements that one thread loads and stores at once.
-      threads: number of threads whose neighbouring vectors cover a strip's width.
+      threads: number of neighbouring threads whose vectors together cover a strip's width.
       warpgroups: number of warpgroups (of 128 threads) per block.
       cluster: number of blocks that share a strip.
       group: number of neighbouring inner elements that are normalised together.
@@ -123,7 +123,7 @@ class StripSchedule:
     def pitch(self) -> int:
         """Distance between the starts of neighbouring strips, along the inner axis.
 
-        It is a multiple of the group size and of the vector.
+        It is a multiple of the group size and of the number of elements in a vector.
         """
         return self.width // math.lcm(self.group, self.vector) * math.lcm(self.group, self.vector)
 
@@ -158,7 +158,7 @@ class StripSchedule:
         return self.outer, self.inner // self.group
 
     def partition(self, index: Any = 0) -> Partition:
-        """Return a warpgroup's columns, given its index among all warpgroups of the cluster."""
+        """Return the columns that warpgroup number `index` of the block or cluster processes."""
         unit = WARPS * self.shape[1]
         return Partition(self.cols, self.cluster * self.warpgroups, unit, index=index)
 
@@ -210,7 +210,7 @@ def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
 _VALUES = 16
 
 #: A statistic with a value for each inner element of a strip, ``(width,)``. Before the warps have
-#: exchanged values, it is ``(4, width)``: each of the warpgroup's four warps has a value over its
+#: exchanged values, it is ``(4, width)``: each of the warpgroup's four warps has a statistic of its
 #: own columns.
 Stat = jax.Array
 
@@ -356,7 +356,7 @@ class Strip:
 
     @property
     def _end(self) -> Any:
-        """Index behind the last inner element that this strip stores."""
+        """Index after the last inner element that this strip stores."""
         return jnp.minimum(self.fresh + self.strips.pitch, self.strips.inner)
 
     @property
@@ -373,7 +373,10 @@ class Strip:
         return is_first
 
     def group_sum(self, stat: Stat) -> Stat:
-        """For each inner element, return the sum of a statistic over the element's group."""
+        """For each inner element, return the sum of a statistic over the element's group.
+
+        A group consists of the inner elements that are normalised together.
+        """
         if self.strips.group == 1:
             return stat
         return group_sum(stat, self.start, self.strips, self.stages[-1])
@@ -385,9 +388,9 @@ class Strip:
         *,
         waits: bool = False,
     ) -> list[Stat]:
-        """Compute `count` sums over each warp's columns.
+        """Compute `count` sums over each warp's columns, for each inner element.
 
-        ``terms(fragment)`` returns one array of terms for each sum, for a range of columns.
+        ``terms(fragment)`` returns, for a range of columns, one array of terms for each sum.
         Asynchronous copies load the columns in several parts. If `waits` is True, wait for the
         copies of a part before reading the part.
         """
@@ -431,10 +434,11 @@ class Strip:
         carry: T,
         waits: bool = False,
     ) -> T:
-        """Run `step` on each unit of the warpgroup's columns, in a loop if there are many.
+        """Call ``carry = step(unit, carry)`` for each unit of the warpgroup's columns.
 
-        A unit consists of one vector per thread. Asynchronous copies load the columns in several
-        parts. If `waits` is True, wait for the copies of a part before reading the part.
+        A unit consists of one vector per thread. If there are many units, this is a loop.
+        Asynchronous copies load the columns in several parts. If `waits` is True, wait for the
+        copies of a part before reading the part. The last `carry` is returned.
         """
         body, *tail = self.partition.fragments()
         units, parts = self.partition.units, self.strips.parts if waits else 1
@@ -461,9 +465,9 @@ class Strip:
         first: Any,
         units: int,
     ) -> T:
-        """Run `step` on `units` consecutive units, each of which consists of one vector per thread.
+        """Call ``carry = step(unit, carry)`` for `units` consecutive units; see `_walk`.
 
-        The first of them begins `first` units after column `start`.
+        The first of them is unit number `first`, counted from column `start`.
         """
         unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)
@@ -504,10 +508,9 @@ def group_sum(stat: Stat, start: Any, strips: StripSchedule, scratch: Ref) -> St
         groups = lax.div(start + flat_index((width,), layout), jnp.int32(group))
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
 
-    # Maximum number of groups that overlap a thread's vector, including groups of which the vector
-    # contains only a part. A vector starts at a multiple of v along the inner axis. So if v divides
-    # the group size, the vector lies in one group, and if the group size divides v, the vector
-    # consists of complete groups.
+    # `count` is the maximum number of groups that overlap a thread's vector of v elements. The
+    # vector starts at a multiple of v along the inner axis. So if v divides the group size, the
+    # vector lies in one group. If the group size divides v, the vector consists of complete groups.
     is_even = group % v == 0 or v % group == 0
     count, f32 = max(1, v // group) if is_even else (v - 1) // group + 2, ir.F32Type.get
 

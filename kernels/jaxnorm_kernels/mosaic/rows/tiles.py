@@ -7,9 +7,9 @@ registers::
     WarpgroupRow   a warpgroup has one row           reductions within the warpgroup
     SplitRow       several warpgroups share a row    reductions within a warp, then a `Gather`
 
-The module `partitions` determines which columns of a row each warpgroup has, in which fragments. If
-the number of rows is not a multiple of the rows per block, the last block starts earlier, and its
-first rows are also rows of the previous block.
+The module `partitions` divides the columns of a row among warpgroups, and a warpgroup's columns
+into *fragments*: ranges of columns. If the number of rows is not a multiple of the rows per block,
+the last block starts earlier, and its first rows are also rows of the previous block.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 #: an array over the four warps of a warpgroup, until the warps have exchanged their values.
 Stat = jax.Array
 
-#: Values of a row: a list with one array for each fragment (range of columns).
+#: The values of a tile's rows: a list with one array for each fragment (range of columns).
 Fragments = list[jax.Array]
 
 
 class _Reduction(NamedTuple):
-    """A reduction of the rows of a tile.
+    """A reduction of each row of a tile to one value.
 
     Attributes:
       within: reduces an array along an axis.
@@ -74,10 +74,10 @@ _SUM = _Reduction(jnp.sum, operator.add, 0)
 class Tile:
     """Base class of all tiles. A row is represented as a list of arrays, one for each fragment.
 
-    If a tile is *pipelined*, a block processes several tiles one after the other. Asynchronous
-    copies (TMA) load the next tiles into buffers in shared memory (`slots`) while the block
-    computes. The last tiles of the array are the `tail`. Each of them has its own block, so that
-    all multiprocessors finish at about the same time::
+    If `slots` is above 0, the tile is *pipelined*: a block processes several tiles one after the
+    other, and asynchronous copies (TMA) load the next tiles into buffers in shared memory while the
+    block computes. The last tiles of the array are the `tail`. Each of them has its own block, so
+    that all multiprocessors finish at about the same time. For example, with one row per tile::
 
         rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      tiles = 4, tail = 3
         block       0    |    1    |     2     |  3 |  4 |  5
@@ -89,17 +89,18 @@ class Tile:
       rows: number of rows of the tile (`RowTile`; otherwise 1).
       warpgroups: number of warpgroups per block (`SplitRow`; otherwise 1).
       cluster: number of blocks that share a row (`SplitRow`; otherwise 1).
-      slots: number of buffers in shared memory that each warpgroup has. A buffer contains the
-        warpgroup's columns of one tile. If it is 0, the tile is not pipelined.
+      slots: number of buffers in shared memory for each warpgroup. A buffer contains the
+        warpgroup's columns of one tile. If `slots` is 0, the tile is not pipelined.
       tiles: number of tiles that a block processes.
       tail: number of tiles at the end of the array. Each of them is processed by a block that
         processes no other tile.
       rereads: True if a row stays in shared memory until its results are stored, and is read again
         for each use. It then occupies no registers in between.
-      exchanges: number of exchanges between warps that each row needs (`SplitRow`).
+      exchanges: number of exchanges between the warps that share a row, per row (`SplitRow`).
       apart: True if each unit (one vector per thread) is a separate fragment, so that it can be
         loaded or skipped separately.
-      index: maps the shape of a fragment to its precomputed column indices. It may be empty.
+      index: maps the shape of a fragment to precomputed column indices (see `columns`). It may be
+        empty.
     """
 
     cols: int
@@ -167,26 +168,26 @@ class Tile:
         ]
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        """Return the index of tile number `group` in an array of `rows` rows.
+        """Return an index that selects tile number `group` from an array of `rows` rows.
 
-        The index is an integer if a tile is one row, or a slice if a tile has several rows
+        The index is the row's index if a tile is one row, or a slice if a tile has several rows
         (`RowTile`). By default, `group` is the index of this block.
         """
         return lax.axis_index(BLOCK) if group is None else group
 
     def first(self, rows: int) -> Any:
-        """Return the index of the first tile that this block processes."""
+        """Return the number of the first tile that this block processes."""
         block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
         if not self.slots:
             return block
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
-        """Return the index of the first row (or rows) that this block processes."""
+        """Return the index of the first tile's row, or a slice if a tile has several rows."""
         return self.row_index(rows, self.first(rows))
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of each buffer in shared memory for a tile. A copy fills a buffer."""
+        """Return the shapes of the buffers in shared memory for one tile. A copy fills a buffer."""
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
@@ -244,7 +245,7 @@ class Tile:
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
         """Store a row in `ref`. `values` has one array for each fragment (range of columns).
 
-        Elements that are in two fragments are stored twice, with equal values.
+        If a column is in two fragments, it is stored twice, with equal values.
         """
         for p, value in zip(self.fragments(), values):
             p.store(ref, row, value, self.layout)
@@ -281,7 +282,7 @@ class Tile:
         return self.index[shape] if shape in self.index else self.count_columns(shape)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Compute the result of `columns`, without looking for a precomputed array."""
+        """Compute the result of `columns`, without the precomputed arrays in `index`."""
         return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
     def _reduce(self, x: Sequence[jax.Array], by: _Reduction) -> Stat:
@@ -456,9 +457,10 @@ class SplitRow(Tile):
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
     ) -> list[jax.Array]:
-        """Exchange `stats` between all warps that share a row.
+        """Exchange `stats` between all warps that share a row; see `Gather`.
 
-        This is exchange number `nth` of the row that is processed in step `step`.
+        `step` is the number of rows that the block has processed before this row. `nth` is the
+        number of earlier exchanges for this row.
         """
         count = step if self.exchanges == 1 else step * self.exchanges + nth
         return self.exchange(scratch, *stats, count=count)

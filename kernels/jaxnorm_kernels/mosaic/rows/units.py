@@ -9,16 +9,17 @@ starts where the row starts, and the second edge ends where the row ends.
 A *unit* is a range of columns that the threads of a warpgroup load at once. In a unit of the body,
 each thread has a vector of 16 bytes. Each edge is a unit in which a thread has only one element.
 Mosaic has no masked loads, so units overlap: the last unit of the body ends with the body, and the
-edges reach into the body. For example, a row of 19 elements, with four elements in 16 bytes::
+edges reach into the body. For example, this is a row of 19 elements, with four elements in 16
+bytes, and with four threads instead of 128::
 
     multiples of 16 bytes   |       |       |       |       |       |       |
     row                           0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     body                            0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
     edges                         0 0 0 0                       0 0 0 0
 
-If two units contain the same column, the column is *stale* in one of the
-two units. Reductions and stores skip stale columns. So each column is stored only once, and a
-kernel may overwrite its operand.
+If two units contain the same column, the column is *stale* in one of the two units. Reductions and
+stores skip stale columns. So each column is stored only once, and a kernel may overwrite its
+operand.
 """
 
 import dataclasses
@@ -45,8 +46,8 @@ class RowFragments:
 
     Attributes:
       cols: number of columns of a row.
-      vector: number of neighbouring columns that a thread has in a unit of the body. In an edge, a
-        thread has one column.
+      vector: number of neighbouring columns that a thread loads for a unit of the body. For an
+        edge, a thread loads one column.
       end: index of the first column of padding. Columns of padding are treated as stale.
     """
 
@@ -58,9 +59,9 @@ class RowFragments:
     def of(cls, cols: int, widest: int, end: int | None = None) -> "RowFragments":
         """Return `RowFragments` for rows of `cols` columns.
 
-        A vector has `widest` elements, which must be a power of 2. A unit must fit in the body. If
-        it does not, because rows are short, the number of elements of a vector is halved until the
-        unit fits.
+        A vector has `widest` columns, which must be a power of 2. If rows are so short that a unit
+        does not fit in the body, the vector is halved until the unit fits. By default, `end` is
+        `cols`: there is no padding.
         """
         vector, end = widest, cols if end is None else end
         while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:
@@ -95,9 +96,7 @@ class RowFragments:
     def whole(self) -> int:
         """Number of units at the start of the body that have no stale columns in any row.
 
-        A unit consists of one vector per thread. The body of a row is the part that is loaded in
-        vectors of 16 bytes. A column is stale if it is also in an earlier unit, or if it is
-        padding.
+        A column is stale if it is also in an earlier unit, or if it is padding.
         """
         latest = (self.vector - 1) * self.has_edges
         return min(self.body, self.end - latest) // self.width
@@ -115,11 +114,10 @@ class RowFragments:
     def unit(self, row: Any, index: Any, *, whole: bool = False) -> Fragment:
         """Return unit number `index` of the body of a row.
 
-        The body of a row is the part that is loaded in vectors of 16 bytes. A column of a unit is
-        *stale* if an earlier unit also contains this column, or if the column is padding. Stale
-        columns are left out of sums and are not stored. If `whole` is True, the caller promises
-        that the unit has no stale columns. If the index is beyond the last unit of the body, all
-        columns of the returned unit are stale.
+        A column of the unit is *stale* if an earlier unit also contains this column, or if the
+        column is padding. Stale columns are left out of sums and are not stored. If `whole` is
+        True, the caller promises that the unit has no stale columns. If the index is beyond the
+        last unit of the body, all columns of the returned unit are stale.
         """
         first = self.first(row)
         at = index * self.width

@@ -1,4 +1,4 @@
-"""How many registers and how many bytes of memory each column of a row needs."""
+"""Numbers of registers and bytes that a column of a row needs, from which schedules follow."""
 
 import numpy as np
 
@@ -12,12 +12,12 @@ OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:
-    """Return how many registers a thread needs for each of its columns of a row: 1 or 2.
+    """Return how many registers a thread needs for each column that it processes: 1 or 2.
 
-    * If x is the only operand, the number is 1.
-    * For a softmax with a bias that has a value for each column, it is 2.
-    * For a call with a residual or a gate, it is 1 if this operand is combined with x before the
-      norm and both have at most 16 bits. Otherwise, it is 2.
+    * A softmax needs 2 if its bias has a value for each column, otherwise 1.
+    * A norm without a residual or a gate needs 1.
+    * A norm with a residual or a gate needs 1 if this operand is combined with x before the norm,
+      and both have at most 16 bits. Otherwise, it needs 2.
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
@@ -48,8 +48,7 @@ def data_bytes(spec: Spec) -> int:
 def row_vector(spec: Spec) -> int:
     """Return the number of elements that a thread loads at once from a row.
 
-    It is the same number for all arrays that have the shape of x. A softmax's bias is not
-    considered.
+    All arrays of the shape of x are loaded with this number. A softmax's bias does not affect it.
     """
     return vector_width(spec.cols, *spec.operand_dtypes, spec.y_dtype)
 

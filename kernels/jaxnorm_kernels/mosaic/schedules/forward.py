@@ -1,4 +1,4 @@
-"""Schedules of forward passes: a table of rules, of which the first that applies is used.
+"""Schedules of forward passes: a table of rules. The first rule that applies to a call is used.
 
 The rules follow from these properties of the hardware (H100, H200):
 
@@ -14,9 +14,9 @@ The rules follow from these properties of the hardware (H100, H200):
   between a few blocks per SM instead, the kernel reaches 0.91, apparently because it waits for the
   slowest SM. So a block processes several rows only if it can then load its parameters once for all
   of them. Even then it processes only a few rows, and each of the last rows has a separate block.
-* A rule's limit on the bytes of a row includes the row of the residual, because both rows are in
+* The bytes of a row, which a rule may limit, include the row of the residual: both rows are in
   flight at the same time.
-* If groups of rows have different parameters, a block processes rows of one group only.
+* If each group of rows has its own parameters, a block processes rows of one group only.
 """
 
 import dataclasses
@@ -62,9 +62,9 @@ _TILES: dict[Kind, type[Tile]] = {
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """How a kernel runs that has rows in registers: the kind of tile, and its sizes.
+    """The kind and the sizes of a kernel's tile, for kernels that hold rows in registers.
 
-    These are forward passes, and backward passes of softmax.
+    These kernels are the forward passes of norms and softmax, and the backward passes of softmax.
 
     If the description of an attribute ends with kinds of tile in parentheses, only these kinds use
     the attribute.
@@ -72,17 +72,16 @@ class TileSchedule:
     Attributes:
       kind: the kind of tile: row_tile or pipelined_tile (class `RowTile`), warpgroup_row
         (`WarpgroupRow`), split_row or pipelined_row (`SplitRow`).
-      vector: number of elements that a thread loads at once; it must divide the row.
-      rows: number of rows that a block processes at the same time (row_tile, pipelined_tile).
+      vector: number of elements that a thread loads at once; it must divide the number of columns.
+      rows: number of rows of a tile (row_tile, pipelined_tile; otherwise 1).
       threads: number of threads of a warp that share a row (row_tile, pipelined_tile).
       warpgroups: number of warpgroups of a block that share a row (split_row, pipelined_row).
       cluster: number of blocks that share a row (split_row, pipelined_row).
-      slots: number of buffers in shared memory, each for a row or a group of rows (pipelined_tile,
+      slots: number of buffers in shared memory, each for one tile (pipelined_tile, pipelined_row).
+      tiles: number of tiles that a block processes, one after the other (pipelined_tile,
         pipelined_row).
-      tiles: number of rows, or groups of rows, that a block processes (pipelined_tile,
-        pipelined_row).
-      tail: number of rows, or groups of rows, at the end of the array. Each of them is processed by
-        a block that processes no other row or group (pipelined_tile, pipelined_row).
+      tail: number of tiles at the end of the array. Each of them is processed by a block that
+        processes no other tile (pipelined_tile, pipelined_row).
       rereads: True if a row is read from shared memory for each use, so that it occupies no
         registers in between (pipelined_tile, pipelined_row).
       params_first: True if scale and bias are loaded before the row is reduced. This hides their
@@ -125,10 +124,10 @@ class TileSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardRule:
-    """A rule of the table of schedules, with its conditions and the sizes that it sets.
+    """A rule of the table of schedules: its conditions, and the sizes that it sets.
 
-    If a column needs two registers (see `registers`), the limits `cols` and `values` are half as
-    large.
+    The limits `cols` and `values` are for columns that need one register each. If a column needs
+    two (see `registers`), these limits are half as large.
 
     Attributes:
       kind: the kind of tile that the rule selects.
@@ -138,8 +137,8 @@ class ForwardRule:
       params: the rule applies to calls in which the ratio of parameter bytes to row bytes is at
         least this number. Parameter bytes are the bytes per column, summed over all parameters. Row
         bytes are the bytes per column, summed over all arrays that are loaded or stored row by row.
-      most_params: the rule applies to calls with at most this many parameters.
-      op: the rule applies to this operation only.
+      most_params: the rule applies to calls with at most this many parameters (None: any number).
+      op: the rule applies to this operation only (None: all operations).
       causal: if True, the rule applies to causal softmaxes only.
       values: maximum number of columns per thread (only in the kinds split_row and pipelined_row).
         It determines how many warpgroups share a row. If it is 0, the kind pipelined_row uses the
@@ -178,15 +177,15 @@ class ForwardRule:
         )
 
 
-# Number of bytes that a thread should load for a tile of several rows: two loads of 16 bytes. With
-# more bytes, fewer blocks fit on an SM. RMSNorm over 64 to 512 columns of float32 took up to 4 %
-# longer with eight loads per thread than with two (H200).
+# Number of bytes that a thread should load for a tile of several rows: two loads of 16 bytes. If a
+# thread loaded more, fewer blocks would fit on an SM. RMSNorm over 64 to 512 columns of float32
+# took up to 4 % longer with eight loads per thread than with two (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
 
 # Number of units into which a causal row is split. A unit consists of the columns that a row's
 # threads load at once. An alternative would be units of a fixed size: 32 vectors of 16 bytes.
-# Compared with this alternative, softmax takes 9 % less time for rows of 512 bfloat16 columns, 3 %
-# less for 1024 bfloat16 columns, and 4 % less for 512 float32 columns (H100).
+# Compared with this alternative, softmax takes less time (H100): 9 % less for rows of 512 bfloat16
+# columns, 3 % less for 1024 bfloat16 columns, and 4 % less for 512 float32 columns.
 _CAUSAL_PARTS = 8
 
 # Limit for the ratio (number of columns that are loaded) / (number of columns of a row). The
@@ -346,9 +345,9 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Tile
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
-    # In a large cluster with two parameters, a block occupies an entire SM, and loading its
-    # parameters takes long. So launch only as many blocks as can run at the same time. Each of them
-    # processes several rows, but loads its parameters only once.
+    # If a call with two parameters needs a large cluster, a block occupies an entire SM, and takes
+    # long to load its parameters. So launch only as many blocks as can run at the same time. Each
+    # of them processes several rows, but loads its parameters only once.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
     tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
@@ -372,11 +371,10 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Tile
 def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """Return the number of rows per block.
 
-    Many rows per block have an advantage: starting a block and loading its parameters takes less
-    time per row. Few rows per block have a different advantage: all SMs finish at about the same
-    time. The best number of rows grows with the bytes of the parameters. This function assumes that
-    it grows with their square: with twice the parameter bytes per column, a block processes four
-    times as many rows.
+    With many rows per block, starting a block and loading its parameters takes less time per row.
+    With few rows per block, all SMs finish at about the same time. The best number of rows grows
+    with the bytes of the parameters. This function assumes that it grows with their square: with
+    twice the parameter bytes per column, a block processes four times as many rows.
     """
     if not param_sizes(spec):
         return 1
@@ -401,10 +399,10 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Return the number of rows (or groups of rows) in the tail, the end of the array.
+    """Return the number of tiles in the tail, the end of the array.
 
-    A block that processes a row of the tail processes no other row. `tiles` is the number of rows
-    (or groups) that any block outside the tail processes.
+    A block that processes a tile of the tail processes no other tile. Each of the other blocks
+    processes `tiles` tiles. If `tiles` is 1, no tail is needed.
     """
     return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
@@ -433,14 +431,13 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
 
 
 TABLE = (
-    # Rules for calls with large parameters (`params=1`). To process one row, a kernel needs the
-    # row's parameters, and one row of each of the other arrays (x, y and others). In these calls,
-    # the parameters have at least as many bytes as the rows of the other arrays together. Loading
-    # the parameters from the L1 or L2 cache for each row would take too much of the caches'
-    # bandwidth. So the parameters stay in registers for all rows of a block.
+    # Rules for calls with large parameters (`params=1`): the parameters have at least as many bytes
+    # as one row of x, y and all other row arrays together. Loading the parameters from the L1 or L2
+    # cache for each row would take too much of the caches' bandwidth. So the parameters stay in
+    # registers for all rows of a block.
     ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
     ForwardRule("pipelined_tile", cols=1152, params=1),
-    # A warp loads a row of 2 KiB with at most 4 loads per thread, and needs no barrier.
+    # A warp loads a row of 2 KiB with at most 4 loads per thread, and reduces it without a barrier.
     ForwardRule("row_tile", row_bytes=2048),
     # A rule for calls with at most as many rows as the GPU has SMs. The time of such a call is the
     # latency of one row, so each row is distributed over many threads. If some SMs would be idle,
@@ -455,8 +452,8 @@ TABLE = (
         "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
     ForwardRule("pipelined_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
-    # A thread has up to 64 columns, so 4 warpgroups fit on an SM. Each of them processes a
-    # different row.
+    # A thread has up to 64 columns in its registers, so 4 warpgroups fit on an SM. Each of them
+    # processes a different row.
     ForwardRule("warpgroup_row", cols=8192),
     # log_softmax needs x again after it has computed the exponentials. The exponentials take as
     # many registers as x, so x stays in shared memory in the meantime. Each block has two

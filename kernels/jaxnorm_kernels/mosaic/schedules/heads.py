@@ -2,7 +2,7 @@
 
 A rotation acts on pairs of columns of a head. A thread loads the first columns of its pairs with
 one load, and the second columns with another. But if the columns of a pair are neighbours
-(interleaved), one load has both. All numbers were measured on an H200.
+(interleaved), one load contains both. All numbers were measured on an H200.
 """
 
 import dataclasses
@@ -57,7 +57,8 @@ class Heads:
     Attributes:
       vector: number of neighbouring pairs per thread. A thread loads their first columns with one
         load, and their second columns with another.
-      rest: number of neighbouring columns per thread among the columns that are not rotated.
+      rest: number of neighbouring columns that a thread loads at once from the columns that are not
+        rotated.
       threads: number of threads of a warp that share a row.
       height: number of rows that a warpgroup processes at the same time.
       rows: number of rows per stage of the backward pass, a multiple of `height`.

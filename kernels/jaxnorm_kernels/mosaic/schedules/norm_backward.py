@@ -56,10 +56,10 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
-    # For each number of blocks that could be launched, estimate the time of the kernel. The unit of
-    # time is one step of the pipeline. If more blocks are launched than can run at the same time,
-    # they run in rounds. A round takes as long as one block. A block first fills the pipeline. This
-    # takes one unit of time for each stage. Then it takes one unit for each of its steps.
+    # For each number of blocks that could be launched, estimate the time of the kernel, counted in
+    # steps of the pipeline. If more blocks are launched than can run at the same time, they run in
+    # rounds. A round takes as long as one block: it fills the pipeline, which takes as long as one
+    # step per stage, and then processes its steps.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -90,8 +90,8 @@ _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
-# Number of additional registers that a thread needs if there is a third input, such as a gate. They
-# contain a vector of this input and a vector of its gradient.
+# Number of additional registers that a thread needs if the kernel has a third input, such as a
+# gate. They contain one vector of this input and one vector of its gradient.
 _KEPT_REGISTERS = 32
 
 # A row with at least this many columns is processed by an entire warpgroup, and a shorter row by
@@ -145,10 +145,10 @@ def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
 
 
 def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
-    """Return the schedule for rows that are each split over a block or a cluster of blocks.
+    """Return a schedule in which a block, or a cluster of blocks, shares each row.
 
     Clusters of many blocks with one warpgroup each are preferred to few blocks with several
-    warpgroups. If the rows are too long, None is returned.
+    warpgroups. If the rows do not fit, None is returned.
     """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -176,7 +176,7 @@ def wide_rows(
     rows: int = 1,
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
-    """Return a schedule with these sizes, or None if a row does not fit in a block."""
+    """Return a schedule with these sizes, or None if rows are too long or too short for them."""
     block = cluster * WARPGROUP_THREADS  # threads per row, if a block has one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
@@ -232,7 +232,8 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     """Return the dtypes of the arrays that a norm's backward pass loads row by row.
 
     The list has an entry for each of these arrays, in this order: x, if the call has two norms; the
-    saved output or input; other saved arrays, such as a gate; dy; dh, if h is a result.
+    saved output or input of the last norm; other saved arrays, such as a gate; dy; dh, if h is a
+    result.
     """
     last = spec.last
     saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype

@@ -33,10 +33,10 @@ _KIB = 1024
 class StripRule:
     """A rule of the table of strip sizes.
 
-    The rule applies if all data that a block loads, from all arrays, have at most `kib` KiB.
+    The rule applies if a block loads at most `kib` KiB, from all arrays together.
 
     Attributes:
-      width: number of inner elements of a strip.
+      width: number of inner elements of a strip (elements along the last axis).
       kib: the limit in KiB; None stands for the pass's default, `_BLOCK_KIB`.
       cluster: number of blocks that share a strip.
       direction: if given, the rule applies to this pass only.
@@ -51,11 +51,11 @@ class StripRule:
 
 
 #: The limit of all rules whose `kib` is None: the maximum number of KiB that a block loads from all
-#: arrays together. A low limit has an advantage: an SM runs several blocks, which load, reduce and
-#: store at different times. It also has a disadvantage: more blocks share a strip and must merge
-#: their statistics. Times of GroupNorm followed by silu, over 32x64x64x256 bfloat16 elements, on an
-#: H100: the forward pass takes 52 us with this limit, and 55 us with a limit of 96 KiB. The
-#: backward pass takes 80 us with this limit, and 107 us with a limit of 132 KiB.
+#: arrays together. With a low limit, an SM runs several blocks, which load, reduce and store at
+#: different times; but more blocks share a strip and must merge their statistics. Times of
+#: GroupNorm followed by silu, over 32x64x64x256 bfloat16 elements, on an H100: the forward pass
+#: takes 52 us with 48 KiB, and 55 us with 96 KiB. The backward pass takes 80 us with 96 KiB, and
+#: 107 us with 132 KiB.
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
 # Most strips are 32 elements wide. A cache line has 128 bytes: 32 elements of 32 bits, or 64
@@ -76,7 +76,7 @@ TABLE = (
     StripRule(width=16, kib=192, cluster=8),
     StripRule(width=8, kib=192, cluster=8),
     # Wider strips, which are used if no rule above applies. A strip must be at least as wide as the
-    # least common multiple of two numbers: the group size and the size of a thread's vector. This
+    # least common multiple of the group size and the number of elements in a thread's vector. This
     # multiple may be above 32, especially if the group size is not a power of 2.
     *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
@@ -85,7 +85,7 @@ TABLE = (
 # of warpgroups is rounded down to a power of 2, and is at least 1.
 _WARPGROUP_KIB = 64
 # Maps the number of elements in a thread's vector to the maximum number of warpgroups per block.
-# The number is limited because every warp stores statistics of each inner element in shared memory.
+# The number is limited because every warp takes shared memory for statistics of each inner element.
 _MOST_WARPGROUPS = {4: 4, 8: 2}
 
 # Shared memory of a block besides its arrays: 1 KiB for barriers and Mosaic itself, plus the part

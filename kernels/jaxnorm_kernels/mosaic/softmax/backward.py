@@ -54,13 +54,13 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxFormula:
-    """The backward pass of one row. The equations are in the module's docstring."""
+    """The backward pass of a row of a softmax. The equations are in the module's docstring."""
 
     spec: Spec
 
     @property
     def row_sums(self) -> int:
-        """Number of sums along a row."""
+        """Number of sums along a row, which is the number of arrays that `terms` returns."""
         return 1 + self._sums_weights
 
     @property
@@ -84,8 +84,9 @@ class SoftmaxFormula:
     ) -> jax.Array:
         """Return dz, the gradient of the logits.
 
-        `totals` are the sums of `terms`. `keep` contains the mask if masked elements have dz = 0
-        but a nonzero y (see the module's docstring). Otherwise, it is empty.
+        `totals` are the row's sums of `terms`. `keep` is a list with the mask, which is True for
+        unmasked elements, if masked elements have a nonzero y (see the module's docstring).
+        Otherwise, the list is empty.
         """
         total, *weights = totals
         if self.spec.renormalises:
@@ -100,9 +101,9 @@ class SoftmaxFormula:
     def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
         """Return `multiple`, with 0 in excluded elements.
 
-        `multiple` is the product of a factor with y (or, in log_softmax, with exp(y)). An element
-        is excluded if this y or exp(y) is 0. The factor may be NaN there, so the product would be
-        NaN instead of 0. If the call excludes no elements, `multiple` is returned unchanged.
+        An element is excluded if its y (in log_softmax, exp(y)) is 0. `multiple` is the product of
+        this number and a factor that may be NaN, so it may be NaN instead of 0 in excluded
+        elements. If the call excludes no elements, `multiple` is returned unchanged.
         """
         if not self.spec.drops_entries:
             return multiple
@@ -197,8 +198,8 @@ def _read(
 ) -> list[Sequence[jax.Array]]:
     """Load a tile's rows: return one tuple (y, d) for each fragment (range of columns).
 
-    y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, each tuple also
-    contains the mask, which is True for unmasked elements.
+    y and d = dy are in float32. If `SoftmaxOptions.masked_logit` is finite, a tuple is (y, d,
+    mask), and the mask is True for unmasked elements.
     """
     logits = LogitRows(tile, spec, row, mask)
     loaded = [logits.load(ref) for ref in (y_ref, dy_ref)]
@@ -219,9 +220,10 @@ def _read(
 def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the gradient of a bias that is constant along each row of x, as an ``(n, 1)`` array.
 
-    The bias has n values. Several rows of x may use the same value. Its gradient is the sum of dz
-    (the gradient of the logits) over all elements of these rows. `totals` and `weights` are the
-    formula's row sums: sum(d * y) and sum(y) for softmax, sum(d) and sum(exp(y)) for log_softmax.
+    The bias has n values. Several rows of x may use the same value. The gradient of a value is the
+    sum of dz (the gradient of the logits) over all elements of the rows that use it. `totals` and
+    `weights` are the formula's row sums: sum(d * y) and sum(y) for softmax, sum(d) and sum(exp(y))
+    for log_softmax.
     """
     # If the call renormalises, sum(dz) is 0 (see the module's docstring). But if the row's total is
     # infinite or NaN, sum(dz) must be NaN. ``totals - totals`` is 0 for a finite total, and NaN

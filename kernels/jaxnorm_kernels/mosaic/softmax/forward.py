@@ -85,15 +85,15 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
                 counts = [jnp.max(count) for count in counts]
-            for count in counts:  # 0 if the entire row is masked, otherwise 1.
+            for count in counts:  # The count is 0 if the entire row is masked, otherwise 1.
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
             elif not isinstance(tile, SplitRow):
                 y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
-                # Rescale e = exp(z - m_p), which this warp has computed with the maximum m_p of its
-                # own part of the row: exp(z - m) = exp(z - m_p) exp(m_p - m).
+                # This warp has computed e = exp(z - m_p) with the maximum m_p of its part of the
+                # row. Rescale it: exp(z - m) = exp(z - m_p) exp(m_p - m).
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
