@@ -186,7 +186,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 class BlockWorkload(ShapedWorkload):
     """A workload that runs one entry of the table `BLOCKS` (see `ShapedWorkload`).
 
-    `shape` and `dtype` are those of x.
+    `shape` and `dtype` are the shape and the dtype of x.
     """
 
     @property

@@ -74,14 +74,14 @@ LOSSES: dict[str, Loss] = {
     "reverse_kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
     "linear_kl_divergence": dataclasses.replace(_LINEAR, has_teacher=True),
 }
-#: The losses of logits, and those of a linear layer.
+#: The losses of logits, and the losses that include a linear layer.
 OF_LOGITS = {op: loss for op, loss in LOSSES.items() if len(loss.shapes[0]) == 2}
 OF_LAYERS = {op: loss for op, loss in LOSSES.items() if op not in OF_LOGITS}
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
 
 class LossWorkload(ShapedWorkload):
-    """A workload with one loss, as described by its fields (see `ShapedWorkload`).
+    """A workload that runs one entry of the table `LOSSES` (see `ShapedWorkload`).
 
     x and weight have the dtype `dtype`.
     """
@@ -96,7 +96,7 @@ class LossWorkload(ShapedWorkload):
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        """Shapes and dtypes of x and weight (if any), then of the labels or the teacher's arrays.
+        """Shapes and dtypes of x, the weight (if any), and the labels or the teacher's arrays.
 
         The standard deviation of the weight is chosen so that the logits have a standard deviation
         of about 1.

@@ -77,7 +77,7 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size, of about `most` cells at most.
+    """Split the cells into batches of about equal size, with at most about `most` cells each.
 
     Each worker gets as many batches as the others. Cells with the same workload are in the same
     batch, because they share operands.
@@ -121,13 +121,13 @@ class _Run:
             process.kill()
 
     def outcomes(self, batch: Sequence[Cell]) -> Iterator[Outcome]:
-        """Yield an outcome for each cell of a batch, from as many processes as it takes."""
+        """Yield an outcome for each cell of a batch. Start a new process if one ends early."""
         todo = [list(batch)]
         while todo:
             todo += yield from self._process(todo.pop(0))
 
     def _process(self, cells: list[Cell]) -> Generator[Outcome, None, list[list[Cell]]]:
-        """Run a process. Yield its outcomes, and return the batches that others must run."""
+        """Run cells in one process. Yield outcomes, and return batches for further processes."""
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
             process = subprocess.Popen(
                 self.command,

@@ -39,7 +39,7 @@ def add_then(
 ) -> Callable[..., tuple[Array, Array]]:
     """Return a function that adds the residual, and then normalises the sum in a second step.
 
-    `named` gives the sum a name.
+    `named` is a function that gives the sum a name for `jax.checkpoint`, and returns it.
     """
 
     def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:
