@@ -78,7 +78,8 @@ def launch(
       warps: the number of warps (of 32 threads) in a program.
       registers: the maximum number of registers of a thread.
       arguments: maps the names of the kernel's other parameters to arrays, sizes and compile-time
-        constants. If an array is None, the kernel is compiled without it, or has no such parameter.
+        constants. An array may be None. The kernel is then compiled without it, and need not have
+        the parameter.
     """
     absent = {key: None for key, out in outputs.items() if out is None}
     given = {

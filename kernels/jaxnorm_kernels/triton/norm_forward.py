@@ -226,7 +226,7 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """Return (x - mean, r, mean). x - mean is a tuple with one array for each tile of the row.
+    """Return (x - mean, r, mean). x - mean is a tuple with one array for each tile of the rows.
 
     The mean is computed with a correctly rounded division. Triton's `/` has an error of up to 2
     ulps. If all numbers of a row are equal, a mean computed with `/` could differ slightly from

@@ -102,8 +102,8 @@ class Rotation:
     def spans(self) -> tuple[int, ...]:
         """The *spans* of a row. A span is a range of adjacent columns that is loaded at once.
 
-        The tuple has three numbers for each span: its first column, its size, and its size rounded
-        up to a power of two.
+        The tuple has three consecutive numbers for each span: its first column, its size, and its
+        size rounded up to a power of two.
         """
         pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
         head = (0, pairs, block, pairs, pairs, block)

@@ -25,8 +25,8 @@ timed twice, with an A100's grid and with an H100's grid. With the present table
 model takes more than 1.03 times as long as with the tables of that commit. A comment above a line
 names the passes that would take over 3 % longer with a neighbouring line.
 
-These were not timed: softmaxes of 5120 to 6144 and of 12288 columns, the backward pass of RMSNorm
-of 12288 columns, and calls with two norms of more than 5376 columns.
+These calls were not timed: softmaxes of 5120 to 6144 columns or of 12288 columns; the backward pass
+of RMSNorm of 12288 columns; and calls with two norms of more than 5376 columns.
 
 Cross-entropies have no table. Their schedules are computed by a rule, and kernels with these
 schedules were timed as well. If all their programs had 8 warps instead, `log_prob_and_entropy`
@@ -61,7 +61,7 @@ class Schedule:
 
     Attributes:
       block: the number of columns in a tile, a power of two.
-      pieces: the number of tiles that a program holds at once. They lie side by side in the same
+      pieces: the number of tiles that a program holds at once. They are adjacent parts of the same
         rows. If they do not contain the whole rows, the program loops over all tiles of the rows.
       warps: the number of warps (of 32 threads) in a program.
       tile_rows: the number of rows in a tile, a power of two.
@@ -407,8 +407,8 @@ _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
 #
 # The forward pass of a divergence computes more for each element. So its programs stay small unless
 # there are few rows. Its threads hold 32 bytes of each of the two rows, and do not load ahead. With
-# the rules of a cross-entropy, 16-bit logits would take 1.18 times as long over 32768 columns, 1.08
-# times over 128256 and 1.18 times over 50257. 32-bit logits would take 0.98 of the time (H100).
+# the rules of a cross-entropy, 16-bit logits would take longer on an H100: 1.18 times as long with
+# 32768 or 50257 columns, and 1.08 times with 128256. 32-bit logits would take 0.98 times as long.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 _DIVERGENCE_BYTES_OF_A_THREAD = 32
 
@@ -476,9 +476,9 @@ def _table(spec: Spec) -> tuple[Line, ...]:
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
-    """Return the number of rows of a tile. It is a power of two and at most `most`.
+    """Return the number of rows of a tile: a power of two, which is at most `most`.
 
-    It is also so small that the tiles are spread over all SMs.
+    If there are few rows, the number is smaller, so that the tiles are spread over all SMs.
     """
     rows = math.ceil(spec.rows / gpu.sms)
     if spec.direction == "bwd":

@@ -107,7 +107,7 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     for x, cap in _inputs(student, teacher, spec):
         z = _logits(x, cap, operands.logits_scale, spec)
         masked_x = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
-        # g need not be converted first, because the maximum is exact in the dtype of g.
+        # g need not be converted to the arithmetic dtype first: the maximum is exact in g's dtype.
         m = row_max(masked_x, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
@@ -143,11 +143,10 @@ def _inputs(
 
 
 def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
-    """Return a mask of the rows that take part in the results.
+    """Return a mask of the rows whose divergence is computed.
 
-    These rows have at least one unmasked class, and ``positions`` does not exclude them.
-
-    The normalised axes have size 1 in the result.
+    These rows have at least one unmasked class, and ``positions`` does not exclude them. The
+    normalised axes have size 1 in the result.
     """
     is_empty = isinstance(spec.cols, int) and spec.cols == 0
     some = jnp.asarray(not is_empty)
@@ -193,18 +192,19 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
     """
     e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
     u = _differences(first, second, spec)
-    # If the computed e_P is 0, u may be infinite, and the product would be NaN. Only a Q of 0 (not
-    # one that is rounded to 0) makes the divergence infinite, and only if P is not 0.
+    # If e_P is 0, the term is 0: u may be infinite, and e_P * u would be NaN. There is one
+    # exception: the term is infinite if Q is exactly 0 (its depth is -inf) and P is not, even if
+    # e_P is rounded to 0.
     of_ratio = jnp.where(e_first == 0, 0, e_first * u)
     is_infinite = (second.below == -jnp.inf) & (first.below != -jnp.inf)
     of_ratio = jnp.where(is_infinite, jnp.inf, of_ratio)
     is_small = jnp.abs(u) < _SMALL
     near = e_first * jnp.expm1(jnp.where(is_small, -u, 0))
     difference = jnp.where(is_small, near, e_second - e_first)
-    # XLA computes these sums in one pass over the logits on an A100, an L4 and an H100. With
-    # `fused_row_sums`, it would store the exponentials of 16-bit logits on an H100. On an H200, or
-    # with caps, it stores float32 arrays in either case: from its model of the GPU, it concludes
-    # that this takes less time than computing the exponentials (or tanh) again.
+    # With `row_sums`, XLA computes these sums in one pass over the logits on an A100, an L4 and an
+    # H100. With `fused_row_sums`, it stores the exponentials of 16-bit logits on an H100. On an
+    # H200, or with caps, it stores float32 arrays with either function: according to its cost
+    # model, this takes less time than recomputing the exponentials (or tanh).
     return row_sums([of_ratio, difference, e_first, e_second], spec)
 
 

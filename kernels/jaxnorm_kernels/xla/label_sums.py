@@ -7,11 +7,11 @@ and j is a column. The main sum is over all columns but the label's:
 
 To leave out the label's term, every column is compared with the label. On a GPU, XLA fuses the
 comparison and the exponential into the reduction. On a CPU, XLA calls a fast library function for
-each sum. It fuses arithmetic into this call, but not comparisons: it would store their results in
-an array of x's size.
+each sum. It fuses arithmetic into this call, but not comparisons, whose results it stores in an
+array of x's size.
 
-To avoid this on a CPU, a row is reshaped to a matrix, if its length has a suitable divisor. The
-columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label, and
+To avoid this array on a CPU, a row is reshaped to a matrix if its length has a suitable divisor.
+The columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label, and
 m in all other lanes. With m_lane in place of m, all exponentials of the label's lane are 0. A
 second sum adds the lane's elements, except for the label:
 
@@ -129,8 +129,8 @@ def times(v: jax.Array, factor: Scale) -> jax.Array:
 # _LONGEST elements, and there are at least _LANES lanes. Short lanes have a disadvantage: there are
 # many of them, and each has a copy of the row's maximum m. Long lanes have a different
 # disadvantage: the lane of the label is gathered from each row, which is slow for a long lane. The
-# optima measured on an x86 CPU with 2 cores are lanes of 16 elements for 1024 and 8192 columns, and
-# 32 for 128256.
+# optima measured on an x86 CPU with 2 cores are lanes of 16 elements for rows of 1024 and of 8192
+# columns, and lanes of 32 elements for rows of 128256 columns.
 _SHORTEST, _PREFERRED, _EXPONENT, _LONGEST, _LANES = 8, 16, 0.3, 2048, 32
 # The terms of a lane with at most this many elements are added one by one. XLA fuses these
 # additions with the arithmetic before and after them, whereas it calls a library for `jnp.sum`.
@@ -154,8 +154,8 @@ def label_sums(
     * only with label smoothing: sum(x - m)
 
     Args:
-      x: logits, of any dtype. Each sum converts them to the arithmetic dtype separately, because
-        XLA on a CPU would store a conversion that several sums share.
+      x: logits, or g(x) if the logits are z = f * g(x), in any dtype. Each sum converts them to the
+        arithmetic dtype separately. If sums shared a conversion, XLA on a CPU would store it.
       masked_x: x, with -inf in masked columns.
       m: the maximum of `masked_x`, in the arithmetic dtype. The results have this dtype too.
       label: the column of the row's label. If it is -1, the results are arbitrary.
