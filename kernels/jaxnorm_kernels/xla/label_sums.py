@@ -11,8 +11,8 @@ each sum. It fuses arithmetic into this call, but not comparisons, whose results
 array of x's size.
 
 To avoid this array on a CPU, a row is reshaped to a matrix if its length has a suitable divisor.
-The columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label, and
-m in all other lanes. With m_lane in place of m, all exponentials of the label's lane are 0. A
+The columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label,
+and m in all other lanes. With m_lane in place of m, all exponentials of the label's lane are 0. A
 second sum adds the lane's elements, except for the label:
 
     others = sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
