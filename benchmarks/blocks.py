@@ -41,7 +41,7 @@ HEADS: tuple[Shape, ...] = (
 #: with one number for each position and pair of columns. All heads share the tables.
 TABLES = ("cos", "sin")
 #: Shapes (rows, columns) of gated norms. In the first three shapes, a row is one head, as in gated
-#: delta nets. In the others, a row is a whole hidden state.
+#: delta nets. In the remaining shapes, a row is a whole hidden state.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
 #: The number of groups into which GroupNorm divides the channels.
 CHANNEL_GROUPS = 32

@@ -6,8 +6,8 @@ Usage, from the root of the repository::
 
 As in `benchmarks.auto_remat`, a step trains a plain model with jaxnorm's linear loss and AdamW, and
 its state is donated. Each limit is the size of the step's arguments plus one of the numbers
-of gigabytes in `--temp`. For each limit, prints the limit, the memory that the step needs, the
-number of compilations, the seconds that `fit_memory` took, the milliseconds of a step, and the
+of gigabytes in `--temp`. The line of a limit has the limit; the memory that the step needs; the
+number of compilations; the seconds that `fit_memory` took; the milliseconds of a step; and the
 first loss.
 """
 

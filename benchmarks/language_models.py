@@ -124,7 +124,7 @@ class Model:
         is_scan = self.layers == "scan"
         if self.remat != "none":
             # prevent_cse is not needed in a scan, where XLA cannot merge recomputed values with
-            # those of the forward pass.
+            # values of the forward pass.
             layer = jax.checkpoint(layer, prevent_cse=not is_scan, **_POLICIES[self.remat])
         if is_scan:
             return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]

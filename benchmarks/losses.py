@@ -10,15 +10,15 @@ import math
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload
 
-#: Shapes (positions, classes) of logits. 32768 classes are a power of two. The other numbers of
-#: classes are the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
+#: Shapes (positions, classes) of logits. The numbers of classes are a power of two (32768), and the
+#: vocabulary sizes of GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),
 )
 FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
-#: Shapes of last layers: rows, features, classes. The layers are those of Llama 3 8B, of Llama 3.2
-#: 1B, of a model with GPT-2's vocabulary, and of a model with Llama 2's vocabulary.
+#: Shapes (rows, features, classes) of last layers: of Llama 3 8B, Llama 3.2 1B, a model with
+#: GPT-2's vocabulary, and a model with Llama 2's vocabulary.
 LINEAR_LOGITS: tuple[Shape, ...] = (
     (8192, 4096, 128256),
     (8192, 2048, 128256),

@@ -2,8 +2,8 @@
 
 The processes of a *side* run either JAX or torch (see `providers`). Most of the time is spent on
 compiling. Much of the compiler is Python code, and a process runs only one thread of Python at a
-time, so several processes may compile at the same time. Each of them compiles a batch of cells,
-then measures it when no other process uses the GPU, and ends.
+time. So several processes may compile at the same time. Each process compiles a batch of cells,
+measures the batch when no other process uses the GPU, and ends.
 """
 
 import concurrent.futures
@@ -79,7 +79,7 @@ def outcomes(
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
     """Split the cells into batches of about equal size, with at most about `most` cells each.
 
-    Each worker gets as many batches as the others. Cells with the same workload are in the same
+    All workers get the same number of batches. Cells with the same workload are in the same
     batch, because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))

@@ -2,8 +2,9 @@
 
     python -m benchmarks.worker SIDE SUITE THREADS LOCK
 
-JAX and torch reserve GPU memory, and a wrong kernel can crash its process, so each batch has a
-process of one side (JAX or torch). It compiles THREADS cells at the same time.
+Each batch has a separate process, which imports only one side (JAX or torch). The reasons are that
+JAX and torch reserve GPU memory, and that a wrong kernel can crash its process. The process
+compiles THREADS cells at the same time.
 
 The parent writes the cells to standard input, as a JSON list. The answers are lines of JSON: {} at
 each of three stages (it begins to compile, the cells are compiled, it begins to measure), and then

@@ -1,7 +1,7 @@
 """Parts that several of the models share: attention, norms, dropout and the loss.
 
-In shapes, B is the number of sequences, S and T are numbers of tokens, d is the width, H the number
-of heads and D their size.
+In shapes, B is the number of sequences, S and T are the numbers of tokens of queries and of keys, d
+is the width, H is the number of heads, and D is the size of a head.
 """
 
 import dataclasses

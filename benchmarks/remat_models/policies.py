@@ -37,8 +37,8 @@ def line(policy: str) -> str:
     """Return the line of a policy: "none" or a key of `NAMES`.
 
     The budget of auto_remat is the number of bytes that the policy saves in the scan over layers,
-    plus 1 % for the statistics of norms, which policies by name recompute. The bytes that are saved
-    outside of the scan are added to the budget.
+    plus the bytes that auto_remat saves outside of the scan. 1 % is added for the statistics of
+    norms, which policies by name recompute.
     """
     plain, program = _program("none"), _program(policy)
     given = types(plain)

@@ -50,8 +50,8 @@ class Operands(NamedTuple):
         all logits are multiplied by the same static number.
       cos, sin: the tables of a rotation. They have one column for each pair of x's columns that is
         rotated. `NormOptions.table_rows` maps rows of x to rows of the tables. For the xla
-        implementation, the tables' axes but the last broadcast to those of x by numpy's rules
-        instead. Only this implementation returns the gradients of the tables.
+        implementation, the leading axes of the tables instead broadcast, by numpy's rules, to the
+        leading axes of x. Only this implementation returns the gradients of the tables.
     """
 
     x: jax.Array = _ABSENT

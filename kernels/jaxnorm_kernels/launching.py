@@ -2,7 +2,7 @@
 
 If an operand of a kernel is a contiguous slice of a larger array, XLA passes an address inside this
 array to the kernel. If the kernel's result becomes a part of a larger array, XLA lets the kernel
-write it there. (XLA's name for either case is "dynamic-slice fusion".) XLA checks that the size of
+write it there. (XLA calls both cases "dynamic-slice fusion".) XLA checks that the size of
 the slice is a multiple of 256 bytes, but does not check its offset. So the address of ``x[1:]`` may
 not be aligned. Mosaic's launcher refuses such an address. A Triton kernel, which is compiled for
 addresses that are multiples of 16 bytes, would read at a wrong address.

@@ -260,8 +260,8 @@ class Programs:
       col_blocks: the number of blocks into which the columns are divided.
       bias_tiles: the number of parts into which the rows of the bias are divided. A program
         processes only rows of x that use the rows of one part.
-      splits: the number of programs among which the rows of x that share a row of the bias are
-        divided.
+      splits: the number of programs that share the work for a row of the bias. The rows of x that
+        use this row are divided among them.
       each: the number of rows of x that one program processes for each of its rows of the bias.
       tile_shares: True if all rows of a tile of x use the same row of the bias, False if each row
         of the tile uses a different row of the bias.

@@ -134,7 +134,7 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
 def _inputs(
     x: jax.Array, teacher: jax.Array, spec: Spec
 ) -> tuple[tuple[jax.Array, float | None], tuple[jax.Array, float | None]]:
-    """Return two pairs: the logits and the cap of the student, then those of the teacher."""
+    """Return two pairs (logits, cap): first of the student, then of the teacher."""
     if spec.loss.teacher_softcap is not None:
         # If the teacher's logits are constants of the program, XLA would evaluate their tanh at
         # compile time. It would be rounded differently than the student's tanh.
@@ -188,7 +188,8 @@ def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
 def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
     """Return four sums over each row: sum(e_P * u), sum(e_Q - e_P), s_P and s_Q.
 
-    `first` are the depths of P, and `second` those of Q. The module docstring defines the symbols.
+    `first` has the depths of P, and `second` has the depths of Q. The module docstring defines the
+    symbols.
     """
     e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
     u = _differences(first, second, spec)

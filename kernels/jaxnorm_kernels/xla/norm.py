@@ -301,7 +301,7 @@ def _unrounded(norm: Spec) -> Spec:
 
 
 def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
-    """Return two `Residuals`: those of the norm of x, and those of the norm of h."""
+    """Return the `Residuals` of the norm of x, and the `Residuals` of the norm of h."""
     rstd, next_rstd = residuals.stats
     first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
     return first, Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
