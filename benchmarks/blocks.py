@@ -112,8 +112,8 @@ BLOCKS: dict[str, Block] = {
     # h = x + residual, y = norm(h): the step of a pre-norm model.
     "add_rms_norm": dataclasses.replace(_ADD_RMS_NORM, mixed=True),
     "add_layer_norm": dataclasses.replace(_ADD_LAYER_NORM, mixed=True),
-    # The same two formulas, h = x + residual and y = norm(h). They are computed by an addition and
-    # a call of a library's plain norm, as in the code of many models.
+    # Also h = x + residual and y = norm(h), but computed by an addition and a call of a library's
+    # plain norm, as in the code of many models.
     "residual_rms_norm": _ADD_RMS_NORM,
     "residual_layer_norm": _ADD_LAYER_NORM,
     # y = residual + norm(x): `rms_norm_add`.

@@ -103,7 +103,7 @@ def attention(
     rate: float = 0.0,
     key: Array | None = None,
 ) -> Array:
-    """Compute attention of q (B, S, H, D), k and v (B, T, H, D), with the matrix of probabilities.
+    """Compute attention of q (B, S, H, D), k and v (B, T, H, D) from a matrix of probabilities.
 
     The bias and the boolean mask are (B, H, S, T), or broadcast to it. `cap` caps the logits with
     tanh, and `rate` is the dropout rate of the probabilities.

@@ -22,9 +22,9 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# None, declared as Any. It is the default of fields that an operation either requires or never has.
-# So code of an operation that requires a field need not check for None: the field is annotated as
-# jax.Array and not as jax.Array | None.
+# The default of fields that an operation either requires or never has: None, declared as Any. So
+# these fields can be annotated as jax.Array instead of jax.Array | None, and the code of operations
+# that require them need not check for None.
 _ABSENT: Any = None
 
 

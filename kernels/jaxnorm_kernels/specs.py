@@ -330,7 +330,10 @@ class Spec:
         return OPERATIONS[self.op]
 
     def has(self, operand: str) -> bool:
-        """Return True if the call has an operand or a saved result with the name `operand`."""
+        """Return True if the call has the array `operand`.
+
+        `operand` is the name of an operand of the operation, or of a saved result.
+        """
         match operand:
             case "x" | "labels" | "candidates" | "cos" | "sin" | "entropy" | "y":
                 return True

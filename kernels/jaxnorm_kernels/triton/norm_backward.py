@@ -33,7 +33,7 @@ Each program loops over some of the rows and adds up their dscale and dbias in r
 of the programs are added outside the kernel in a fixed order. If rows are too wide for these sums
 to fit into registers, a program processes only a block of the columns of its rows. Such a program
 cannot compute c1 and c2, which are means over whole rows. So an earlier kernel computes them. If
-groups of rows have their own parameters, a program processes only rows of one group.
+groups of rows have separate parameters, a program processes only rows of one group.
 """
 
 from typing import Any

@@ -120,8 +120,8 @@ class Schedule:
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
         """Return (number of column blocks, number of persistent programs for each column block).
 
-        In the backward pass of a norm, groups of rows may have their own parameters. Separate
-        programs then process each group, and the second number counts the programs of one group.
+        In the backward pass of a norm, groups of rows may have separate parameters. Each group is
+        then processed by separate programs, and the second number counts the programs of a group.
         """
         groups = spec.groups if spec.direction == "bwd" else 1
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))

@@ -86,9 +86,9 @@ class _Logits(NamedTuple):
 
 
 def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec) -> _Logits:
-    """Return the logits of x.
+    """Return the logits z of the input x.
 
-    `scale` is an array with a number for each row. None means that the scale is the static number
+    `scale` is an array with a number for each row. If it is None, the scale is the static number
     `LogitsOptions.logits_scale`.
     """
     slope = scale_of(scale, spec)

@@ -63,10 +63,11 @@ Scale = float | jax.Array
 
 
 def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
-    """Return the scale of a call's logits: a static number, or an array.
+    """Return the scale of a call's logits: a static number, or an array that broadcasts to x.
 
-    `operand` is the call's operand `logits_scale`, an array with one number for each row, or None.
-    If it is an array, the result has additional axes of size 1 in place of the normalised axes.
+    `operand` is the call's operand `logits_scale`. If it is None, the scale is the static number.
+    Otherwise, it has one number for each row, and the result also has the normalised axes, with
+    size 1.
     """
     if operand is None:
         return spec.logits.logits_scale

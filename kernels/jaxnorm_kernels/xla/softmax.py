@@ -153,8 +153,9 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
     x = x.astype(spec.compute_dtype)
     z = times(x, scale_of(operands.logits_scale, spec))
     if spec.scale_may_overflow:
-        # A row that is masked by the lowest finite number must stay finite: with -inf in all
-        # entries, its softmax would be NaN. An infinite x stays infinite.
+        # Users may set all entries of a row to the lowest finite number to mask them. z must stay
+        # finite there: if all entries were -inf, the row's softmax would be NaN. An infinite x stays
+        # infinite.
         info = jnp.finfo(z.dtype)
         z = jnp.clip(z, jnp.minimum(x, info.min), jnp.maximum(x, info.max))
     if bias is not None:
