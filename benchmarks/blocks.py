@@ -221,7 +221,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype_of("y")
 
     def shape_of(self, name: str) -> Shape:
-        """Return the shape of the operand or result called `name`. It must not be a parameter."""
+        """Return the shape of the operand or result called `name`, which is not a parameter."""
         if name in TABLES:
             length, _, cols = self.sizes[-3:]
             return (length, 1, cols // 2)

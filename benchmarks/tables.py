@@ -36,9 +36,9 @@ WORKLOADS: dict[str, type[Any]] = {
 
 
 def rows_of(suite: str, folders: Sequence[Path]) -> list[Row]:
-    """Return the rows of a suite without failures, from the first folder that has such rows.
+    """Return the rows of a suite whose status is OK, from the first folder that has such rows.
 
-    Committed rows of single operations, which the suite `compile` once had, are left out.
+    Folders may have older rows of the suite `compile`, for single operations. They are left out.
     """
     for folder in folders:
         rows = [row for row in Table(folder, SUITES[suite]).rows() if row["status"] == OK]

@@ -98,8 +98,8 @@ def load_logits(
             x = z
             z *= logits.scale
             if logits.scale > 1.0 or logits.scale < -1.0:
-                # Users may set all elements of a row to the lowest finite number to mask them. z must
-                # stay finite there: if all elements were -inf, the row's softmax would be NaN.
+                # Users may set all elements of a row to the lowest finite number to mask them. z
+                # must stay finite there: if all elements were -inf, the row's softmax would be NaN.
                 z = tl.where(tl.abs(x) < float("inf"), tl.clamp(z, LOWEST, -LOWEST), z)
         if bias_ptr is not None:
             z += _load_shared(bias_ptr, row, col, read, cols, logits.bias).to(tl.float32)

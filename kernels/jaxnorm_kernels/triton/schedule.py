@@ -378,9 +378,8 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 
 # A thread of a cross-entropy holds 16 values of a row. In the backward pass of a divergence, a
 # thread holds 8 values of the teacher's row and 8 of the student's. With all intermediate results,
-# a thread needs 64 registers. A program reduces a row in blocks. While the program of a cross-
-# entropy reduces one block, it loads the next ones: 2 blocks of 16-bit elements, or 1 block of
-# 32-bit elements.
+# a thread needs 64 registers. A program reduces a row in blocks. In a cross-entropy, it also loads
+# the next blocks at the same time: 2 blocks of 16-bit elements, or 1 block of 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
 # A program has _LOSS_WARPS warps by default, and at most _MOST_LOSS_WARPS. By default, programs are
@@ -430,7 +429,7 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
-    """Return how many adjacent elements of a row a thread of a loss kernel loads at once.
+    """Return the number of adjacent elements of a row that a thread of a loss kernel loads at once.
 
     In the widest dtype of the operands, these elements have at most 16 bytes. If their number does
     not divide the row length, a row may start at an unaligned address. The kernel then starts to

@@ -154,8 +154,8 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
     z = times(x, scale_of(operands.logits_scale, spec))
     if spec.scale_may_overflow:
         # Users may set all entries of a row to the lowest finite number to mask them. z must stay
-        # finite there: if all entries were -inf, the row's softmax would be NaN. An infinite x stays
-        # infinite.
+        # finite there: if all entries were -inf, the row's softmax would be NaN. An infinite x
+        # stays infinite.
         info = jnp.finfo(z.dtype)
         z = jnp.clip(z, jnp.minimum(x, info.min), jnp.maximum(x, info.max))
     if bias is not None:
