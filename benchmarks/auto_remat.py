@@ -6,10 +6,10 @@ Usage, from the root of the repository::
         [--rows "plain;auto*"] [--save FILE.csv] [--fsdp]
 
 A row is a way to train a model. The line of a row has the model; how its layers are stacked; the
-row's name; the milliseconds of an AdamW step whose state is donated (minimum and median); the
-temporary memory that XLA plans; the first loss; and the seconds to trace and lower the step. All
-rows run in one process, one after the other, three times. Rows whose names begin with "maxtext" use
-MaxText's policies and jaxnorm's linear loss.
+row's name; the milliseconds of an AdamW step whose state is donated (minimum, its ratio to the row
+"plain", and median); the temporary memory that XLA plans; the first loss; and the seconds to trace
+and lower the step. All rows run in one process, one after the other, three times. Rows whose names
+begin with "maxtext" use MaxText's policies and jaxnorm's linear loss.
 
 With `--fsdp`, the state and the sequences are sharded over all GPUs. Each GPU then has the number
 of sequences that a single GPU has without `--fsdp`, and the memory is per GPU.

@@ -220,9 +220,9 @@ def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
     """Load the rows block after block, and return each row's total, an array `(tile_rows, 1)`."""
-    # If rows are unaligned, each value needs a separate address. If the end of this loop is also
-    # unknown at compile time, as in a causal softmax, the compiler would compute all addresses
-    # before the loop, and registers would spill. `disable_licm` prevents this.
+    # If rows are unaligned, each value needs a separate address. In a causal softmax, the end of
+    # this loop is unknown at compile time. The compiler then computes all addresses before the
+    # loop, and registers spill. `disable_licm` prevents this.
     is_causal: tl.constexpr = logits.queries > 0
     terms, weights = zeros(tiling), zeros(tiling)
     end = columns_of(first_row, rows, logits, tiling)

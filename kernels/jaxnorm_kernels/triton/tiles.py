@@ -13,8 +13,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# If the maximum m of a block is smaller than this number, m is set to this number. So if a block
-# contains only -inf, exp(x - m) is 0. With m = -inf, it would be NaN, because -inf - -inf is NaN.
+# The maximum m of a block is raised to this number if it is smaller. So if a block contains only
+# -inf, exp(x - m) is 0. With m = -inf, x - m = -inf + inf and its exponential would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 

@@ -283,8 +283,8 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
     def beside_the_backward() -> jax.Array:
         """Return T (see `_exponents`), computed in the way that is fastest on a CPU.
 
-        Without the barrier, XLA would store x - m in the forward pass in order to reuse it in the
-        backward pass.
+        Without the barrier, XLA stores x - m in the forward pass and reuses it in the backward
+        pass.
         """
         of_all = depth(*lax.optimization_barrier((masked_x, m)))
         if not (spec.has_stats and shares_exponentials(spec)):

@@ -111,8 +111,8 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
         m = row_max(masked_x, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
-        # Without this barrier, XLA on a CPU would fuse the differences g - m with the maximum m,
-        # and store the array of differences in memory.
+        # Without this barrier, XLA on a CPU fuses the differences g - m with the maximum m, and
+        # stores the array of differences in memory.
         m = on_cpu(lax.optimization_barrier, m)
         found.append((_Depths(z.below(m, mask), z.factor), m))
     (d_q, m_q), (d_p, m_p) = found
@@ -136,8 +136,8 @@ def _inputs(
 ) -> tuple[tuple[jax.Array, float | None], tuple[jax.Array, float | None]]:
     """Return two pairs (logits, cap): first of the student, then of the teacher."""
     if spec.loss.teacher_softcap is not None:
-        # If the teacher's logits are constants of the program, XLA would evaluate their tanh at
-        # compile time. It would be rounded differently than the student's tanh.
+        # If the teacher's logits are constants of the program, XLA evaluates their tanh at compile
+        # time, and rounds it differently than the student's tanh. The barrier prevents this.
         teacher = lax.optimization_barrier(teacher)
     return (x, spec.loss.logit_softcap), (teacher, spec.loss.teacher_softcap)
 
@@ -177,8 +177,8 @@ class _Depths(NamedTuple):
 def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
     """Return the depths `first` minus the depths `second` (a depth is z - max(z) for a logit z).
 
-    If two logits and their caps are equal, the difference is exactly 0. No rounding or fusion by
-    the compiler changes this.
+    If two logits and their caps are equal, the difference is exactly 0, regardless of how the
+    compiler rounds or fuses operations.
     """
     if spec.loss.logit_softcap == spec.loss.teacher_softcap:
         return times(first.below - second.below, first.factor)

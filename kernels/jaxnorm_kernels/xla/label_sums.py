@@ -192,7 +192,7 @@ def label_sums(
         return [
             others,
             *(at_column(v, index).astype(wide) for v in picked),
-            # Without the barrier, XLA would store x - m in order to reuse it in the backward pass.
+            # Without the barrier, XLA stores x - m and reuses it in the backward pass.
             *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
 
@@ -203,8 +203,8 @@ def label_sums(
 def shares_exponentials(spec: Spec) -> bool:
     """Return True if forward and backward pass share one array of exponentials on a CPU.
 
-    A call with ``positions`` cannot share the array: the derivatives of excluded rows must be 0,
-    but their exponentials may be NaN.
+    A call with ``positions`` does not share the array: exponentials of excluded rows may be NaN, but
+    the derivatives of these rows must be 0.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
