@@ -203,8 +203,8 @@ def label_sums(
 def shares_exponentials(spec: Spec) -> bool:
     """Return True if forward and backward pass share one array of exponentials on a CPU.
 
-    A call with ``positions`` does not share the array: exponentials of excluded rows may be NaN, but
-    the derivatives of these rows must be 0.
+    A call with ``positions`` does not share the array: exponentials of excluded rows may be NaN,
+    but the derivatives of these rows must be 0.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
