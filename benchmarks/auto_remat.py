@@ -5,7 +5,7 @@ Usage, from the root of the repository::
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
         [--rows "plain;auto*"] [--save FILE.csv] [--fsdp]
 
-A row is a way to train a model. The line of a row has the model; how its layers are stacked; the
+A row is a way to train a model. Its printed line has the model; how its layers are stacked; the
 row's name; the milliseconds of an AdamW step whose state is donated (minimum, its ratio to the row
 "plain", and median); the temporary memory that XLA plans; the first loss; and the seconds to trace
 and lower the step. All rows run in one process, one after the other, three times. Rows whose names

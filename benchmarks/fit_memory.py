@@ -5,10 +5,9 @@ Usage, from the root of the repository::
     python -m benchmarks.fit_memory [--models llama-1b] [--layers scan] [--temp 10,8,7]
 
 As in `benchmarks.auto_remat`, a step trains a plain model with jaxnorm's linear loss and AdamW, and
-its state is donated. Each limit is the size of the step's arguments plus one of the numbers
-of gigabytes in `--temp`. The line of a limit has the limit; the memory that the step needs; the
-number of compilations; the seconds that `fit_memory` took; the milliseconds of a step; and the
-first loss.
+its state is donated. A limit is the size of the step's arguments plus a number of gigabytes from
+`--temp`. The printed line of a limit has the limit; the memory that the step needs; the number of
+compilations; the seconds that `fit_memory` took; the milliseconds of a step; and the first loss.
 """
 
 import argparse

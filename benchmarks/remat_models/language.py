@@ -28,7 +28,7 @@ class _Model(language_models.Model):
 
 
 def model(dtype: DType, name: str, remat: Any = "none", **sizes: int) -> language_models.Model:
-    """Return a model of `models.MODELS`, with other sizes and the given rematerialisation."""
+    """Return a model of `models.MODELS`, with the given sizes and rematerialisation."""
     size = dataclasses.replace(models.MODELS[name], **sizes)  # type: ignore[arg-type]
     return _Model(size, VARIANTS["jnp"], remat, dtype)
 

@@ -143,7 +143,7 @@ def types(program: Program) -> tuple[Any, Any]:
 #: The maximum number of matrices of probabilities that attention without a kernel may save.
 MATRICES = 1.7
 
-#: Operations that must not run twice: the beginnings of the names of their primitives.
+#: Prefixes of the names of primitives that must not run twice.
 COSTLY = (
     "conv_general_dilated", "cumsum", "dot_general", "pallas_call", "ragged_dot", "random_bits",
     "scan", "sort", "threefry", "top_k", "while",

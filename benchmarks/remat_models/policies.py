@@ -36,9 +36,9 @@ def _program(policy: str) -> Program:
 def line(policy: str) -> str:
     """Return the line of a policy: "none" or a key of `NAMES`.
 
-    The budget of auto_remat is the number of bytes that the policy saves in the scan over layers,
-    plus the bytes that auto_remat saves outside of the scan. 1 % is added for the statistics of
-    norms, which policies by name recompute.
+    The budget of auto_remat is the sum of two numbers of bytes. The first is what the policy saves
+    in the scan over layers, plus 1 % for the statistics of norms, which policies by name recompute.
+    The second is what auto_remat saves outside of the scan.
     """
     plain, program = _program("none"), _program(policy)
     given = types(plain)

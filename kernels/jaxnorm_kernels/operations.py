@@ -149,8 +149,8 @@ class Operation:
       norms: the norms in a call. "first" is the norm of x before the residual is added. "last" is
         the norm whose result is y.
       derivative: the name of the operation whose tangent and backward pass this operation uses;
-        None if it has its own. The result y is then the sum of a residual and the other operation's
-        result, so the residual's gradient is the cotangent of y.
+        None if it has its own. If the name is set, y is the sum of a residual and the other
+        operation's result, so the residual's gradient is the cotangent of y.
       has_kernels: False if only the xla implementation has the operation.
       out_name: the name of y for `jax.checkpoint` policies, or None. If the derivative starts from
         h, h has this name, too.
