@@ -3,7 +3,7 @@
 ``python -m benchmarks.against_plain`` takes three minutes on an H200. The other suites time each
 operation on large arrays whose rows are multiples of 16 bytes. This module times calls where plain
 JAX may be faster: rows of odd lengths, attention over few keys, an activation and its matmul, and
-calls inside `jax.lax.scan`. Each call has several variants, such as the default and a given
+calls inside `jax.lax.scan`. Each call has several variants, such as jaxnorm's default and a given
 implementation. A ratio is the time of a variant, divided by the time of plain JAX, so a number
 above 1 means that plain JAX is faster.
 """
@@ -35,12 +35,14 @@ class Case:
     """A computation in several variants, with equal operands and results.
 
     Attributes:
-      arrays: the first operands, as in `workloads`.
-      variants: the functions of all operands, by name. The first one must be `PLAIN`.
+      arrays: the shapes and dtypes of the first operands; see `workloads.Array`.
+      variants: maps the name of each variant to a function of all operands. The first name must be
+        `PLAIN`.
       parameters: the shapes of the last operands, which are float32 and near 1.
-      gradients: the indices of the operands that are differentiated; () times only the forward
-        pass.
-      has_matmul: True if compilers may time several matmuls on the GPU, to choose the fastest.
+      gradients: the indices of the operands that are differentiated. If there are none, only the
+        forward pass is timed.
+      has_matmul: True if the computation has matmuls. Its variants are then compiled one by one,
+        because a compiler may time several matmuls on the GPU, to choose the fastest.
     """
 
     arrays: tuple[Array, ...]
@@ -50,7 +52,7 @@ class Case:
     has_matmul: bool = False
 
     def inputs(self, seed: int) -> jax_side.Inputs:
-        """Return operands and cotangents."""
+        """Return random operands and cotangents."""
         made = functools.partial(jax_side.random_arrays, seed, self.arrays, self.parameters)
         rows, parameters, _ = jax.eval_shape(lambda: made(()))
         results = jax.tree.leaves(jax.eval_shape(self.variants[PLAIN], *rows, *parameters))
@@ -63,13 +65,13 @@ Cases = dict[str, Case]
 
 
 def _attention(softmax: Function, query: Any, key: Any, value: Any) -> Any:
-    """Scale the query and attend, as Flax does."""
+    """Scale the query and compute attention with the given softmax, as Flax does."""
     logits = jnp.einsum("bqhd,bkhd->bhqk", query * 64**-0.5, key)
     return jnp.einsum("bhqk,bkhd->bqhd", softmax(logits), value)
 
 
 def _scan_of(add_norm: Function, x: Any, residual: Any, scale: Any, *, steps: int) -> Any:
-    """Add the norm of the last step to the residual stream, and normalise the sum."""
+    """Run steps that add x to the residual. The norm of the sum is the x of the next step."""
 
     def step(carry: Any, _: Any) -> Any:
         return add_norm(*carry, scale=scale), None
@@ -78,7 +80,7 @@ def _scan_of(add_norm: Function, x: Any, residual: Any, scale: Any, *, steps: in
 
 
 def _with(plain: Function, function: Function, *names: str) -> dict[str, Function]:
-    """Return as variants: plain JAX, the default, and the implementations with these names."""
+    """Return variants: plain JAX, jaxnorm's default, and the implementations with these names."""
     given = {name: functools.partial(function, implementation=name) for name in names}
     return {PLAIN: plain, "default": function, **given}
 
@@ -92,7 +94,7 @@ def _sum(add_norm: Function, x: Any, residual: Any, scale: Any) -> Any:
 
 def _norms(dtype: str, rows: int, cols: int) -> Cases:
     x, shape = ((rows, cols), dtype), f"{dtype} {rows}x{cols}"
-    # A kernel of the backward pass exists only for rows in multiples of 16 bytes.
+    # The kernels of the backward pass need rows whose length is a multiple of 16 bytes.
     names = ("xla",) if cols * ITEMSIZE[dtype] % 16 else ("xla", "mosaic")
     rms = _with(variants.rms_norm, jaxnorm.rms_norm, *names)
     layer = _with(variants.layer_norm, jaxnorm.layer_norm, *names)
@@ -103,13 +105,14 @@ def _norms(dtype: str, rows: int, cols: int) -> Cases:
     return {
         f"rms_norm {shape}": Case((x,), rms, ((cols,),), (0, 1)),
         f"layer_norm {shape}": Case((x,), layer, ((cols,),) * 2, (0, 1, 2)),
-        # The gradient of the residual is the gradient of x, and would be copied.
+        # The gradient of the residual is the same array as the gradient of x. It is not returned,
+        # because XLA would copy the array.
         f"add_rms_norm {shape}": Case((x, x), sums, ((cols,),), (0, 2)),
     }
 
 
 def _attentions(batch: int, heads: int, length: int) -> Cases:
-    """Attention of a vision transformer, whose number of keys is a square plus 1."""
+    """Return attention of a vision transformer. The number of its keys is a square plus 1."""
 
     softmaxes = _with(jax.nn.softmax, jaxnorm.softmax, "xla")
     found = {name: functools.partial(_attention, f) for name, f in softmaxes.items()}
@@ -153,9 +156,9 @@ def cases() -> Cases:
 # ------------------------------------------------------------------------------------ measurement
 
 
-#: The programs of a variant: the forward pass; both passes; and both passes, in which the backward
-#: pass starts after the forward pass, as in a training step. Without this order, XLA may merge the
-#: passes of plain JAX, and load each operand once for both.
+#: The programs of a variant: "fwd" is the forward pass, and "f+b" is both passes. In "apart", which
+#: is also both passes, the backward pass starts after the forward pass, as in a training step.
+#: Without this order, XLA may merge the passes of plain JAX, and load each operand once for both.
 DIRECTIONS = ("fwd", "f+b", "apart")
 
 

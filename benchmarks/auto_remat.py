@@ -1,15 +1,18 @@
-"""Measures training steps with `auto_remat` beside plain JAX, and names placed by hand.
+"""Compares training steps with `auto_remat`, in plain JAX, and with names placed by hand.
 
 Usage, from the root of the repository::
 
     python -m benchmarks.auto_remat [--models llama-1b,gpt2-small] [--layers scan,unrolled]
         [--rows "plain;auto*"] [--save FILE.csv] [--fsdp]
 
-Prints the model, how its layers are stacked, the row, milliseconds of a donated AdamW step (the
-minimum and the median), XLA's plan of temporary memory, the first loss, and the seconds to trace
+A row is a way to train a model. Its printed line has the model; how its layers are stacked; the
+row's name; the milliseconds of an AdamW step whose state is donated (minimum, its ratio to the row
+"plain", and median); the temporary memory that XLA plans; the first loss; and the seconds to trace
 and lower the step. All rows run in one process, one after the other, three times. Rows whose names
-begin with "maxtext" have MaxText's policies, and the linear loss. With `--fsdp`, the state and the
-sequences are sharded over all GPUs, with the same number of sequences on each; temp is per GPU.
+begin with "maxtext" use MaxText's policies and jaxnorm's linear loss.
+
+With `--fsdp`, the state and the sequences are sharded over all GPUs. Each GPU then has the number
+of sequences that a single GPU has without `--fsdp`, and the memory is per GPU.
 """
 
 import argparse
@@ -45,8 +48,8 @@ class Row:
 
     Attributes:
       variant: name of a variant of the model's functions.
-      remat: the rematerialisation of each layer, as in `models` or in `NAMES`.
-      auto: a function that is applied to the loss.
+      remat: the rematerialisation of each layer: one of `models.REMATS`, or a key of `NAMES`.
+      auto: a function that is applied to the loss, such as `auto_remat`.
     """
 
     variant: str
@@ -77,7 +80,7 @@ ROWS = {
 
 
 class FsdpModel(Model):
-    """A model whose layers gather their weights. Activations are sharded by sequences."""
+    """A model with sharded weights, which each layer gathers, and with sharded sequences (FSDP)."""
 
     def stack(self, layer: Callable[[Array, Params], Array], x: Array, layers: Any) -> Array:
         def gathered(x: Array, p: Params) -> Array:
@@ -96,7 +99,10 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def sharded(state: Any) -> tuple[Any, Any]:
-    """Return shardings over all GPUs: of the state's large arrays, and of the tokens."""
+    """Return the shardings of the state (a tree) and of the tokens, over all GPUs.
+
+    Arrays that are small, or that cannot be split evenly, are replicated.
+    """
 
     def of(array: Any) -> NamedSharding:
         axes = [i for i, size in enumerate(array.shape) if size % jax.device_count() == 0]
@@ -109,7 +115,10 @@ def sharded(state: Any) -> tuple[Any, Any]:
 def measure(
     model: str, layers: Any, rows: list[str], save: Path | None = None, fsdp: bool = False
 ) -> None:
-    """Compile and time the rows, and print a line for each of them, or append it to a CSV file."""
+    """Compile and time the rows, and print a line for each of them.
+
+    If `save` is given, also append the results to this CSV file.
+    """
     steps: dict[str, training.Step] = {}
     seconds: dict[str, float] = {}
     mesh: dict[str, Any] = {"shardings": sharded} if fsdp else {}
@@ -154,7 +163,7 @@ _TITLES = {"llama-1b": "Llama 3.2 1B, 4 x 2048", "gpt2-small": "GPT-2 small, 16 
 
 
 def table(layers: str) -> str:
-    """Return a Markdown table of the committed results, with two columns for each model in them."""
+    """Return a Markdown table of the committed results: the time and memory of each model."""
     found = results.read(results.RESULTS / "nvidia_h200" / "auto_remat.csv", COLUMNS)
     found = [row for row in found if row["layers"] == layers]
     cells = {(row["row"], row["model"]): (row["ms"], row["temp_gb"]) for row in found}
@@ -181,7 +190,7 @@ def parse(parser: argparse.ArgumentParser, names: str, layers: str) -> argparse.
 
 
 def main() -> None:
-    """Measure the rows that the command line asks for."""
+    """Measure the rows that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="*", help='such as "plain;auto*"')
     parser.add_argument("--save", type=Path, help="a CSV file, to which the results are appended")

@@ -41,7 +41,7 @@ HEADS: tuple[Shape, ...] = (
 #: with one number for each position and pair of columns. All heads share the tables.
 TABLES = ("cos", "sin")
 #: Shapes (rows, columns) of gated norms. In the first three shapes, a row is one head, as in gated
-#: delta nets. In the others, a row is a whole hidden state.
+#: delta nets. In the remaining shapes, a row is a whole hidden state.
 GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
 #: The number of groups into which GroupNorm divides the channels.
 CHANNEL_GROUPS = 32
@@ -112,8 +112,8 @@ BLOCKS: dict[str, Block] = {
     # h = x + residual, y = norm(h): the step of a pre-norm model.
     "add_rms_norm": dataclasses.replace(_ADD_RMS_NORM, mixed=True),
     "add_layer_norm": dataclasses.replace(_ADD_LAYER_NORM, mixed=True),
-    # The same two formulas, h = x + residual and y = norm(h). They are computed by an addition and
-    # a call of a library's plain norm, as in the code of many models.
+    # Also h = x + residual and y = norm(h), but computed by an addition and a call of a library's
+    # plain norm, as in the code of many models.
     "residual_rms_norm": _ADD_RMS_NORM,
     "residual_layer_norm": _ADD_LAYER_NORM,
     # y = residual + norm(x): `rms_norm_add`.
@@ -186,7 +186,7 @@ MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 class BlockWorkload(ShapedWorkload):
     """A workload that runs one entry of the table `BLOCKS` (see `ShapedWorkload`).
 
-    `shape` and `dtype` are those of x.
+    `shape` and `dtype` are the shape and the dtype of x.
     """
 
     @property
@@ -221,7 +221,7 @@ class BlockWorkload(ShapedWorkload):
         return self.dtype_of("y")
 
     def shape_of(self, name: str) -> Shape:
-        """Return the shape of the operand or result called `name`. It must not be a parameter."""
+        """Return the shape of the operand or result called `name`, which is not a parameter."""
         if name in TABLES:
             length, _, cols = self.sizes[-3:]
             return (length, 1, cols // 2)

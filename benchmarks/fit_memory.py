@@ -4,10 +4,10 @@ Usage, from the root of the repository::
 
     python -m benchmarks.fit_memory [--models llama-1b] [--layers scan] [--temp 10,8,7]
 
-The step is that of `benchmarks.auto_remat`: a plain model with jaxnorm's linear loss, and AdamW
-with donated parameters. A limit is the size of its arguments, and gigabytes for temporary memory.
-Prints, for each limit: the limit and the memory in gigabytes, the number of compilations, the
-seconds of `fit_memory`, milliseconds of a step, and the first loss.
+As in `benchmarks.auto_remat`, a step trains a plain model with jaxnorm's linear loss and AdamW, and
+its state is donated. A limit is the size of the step's arguments plus a number of gigabytes from
+`--temp`. The printed line of a limit has the limit; the memory that the step needs; the number of
+compilations; the seconds that `fit_memory` took; the milliseconds of a step; and the first loss.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _STEPS = 16
 
 
 def measure(cell: models.TrainingCell, temp: float) -> None:
-    """Fit the step of a cell into `temp` bytes beside its arguments, and print a line."""
+    """Fit a cell's step into `temp` bytes in addition to its arguments, and print a line."""
     step = training.Step(cell, cell.batch)
     given = step.initial(), step.batch(0)
     fixed = sum(a.nbytes for a in jax.tree.leaves(given))
@@ -60,7 +60,7 @@ def measure(cell: models.TrainingCell, temp: float) -> None:
 
 
 def main() -> None:
-    """Measure the limits that the command line asks for."""
+    """Measure the limits that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--temp", default="10,8,7", help="gigabytes, separated by commas")
     options = auto_remat.parse(parser, "llama-1b", "scan")

@@ -32,9 +32,10 @@ def random_arrays(
     parameter_shapes: tuple[Shape, ...],
     cotangents: tuple[Array, ...],
 ) -> Inputs:
-    """Return random operands: normal x and weights, parameters near 1, random masks and labels.
+    """Return random inputs: operands that have rows, parameters near 1, and cotangents.
 
-    The values are random because a GPU would compress constant arrays in memory.
+    Float operands are normally distributed. Values are random because a GPU would compress constant
+    arrays in memory.
     """
     count = len(row_operands) + len(parameter_shapes) + len(cotangents)
     keys = iter(jax.random.split(jax.random.key(seed), count))
@@ -100,7 +101,7 @@ class Program:
 def passes(
     f: Callable[..., Any], gradients: Sequence[int]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the forward pass of a provider's function, and both passes as one function.
+    """Return two functions: the forward pass of a provider's function, and both passes together.
 
     `gradients` are indices of the row operands whose gradients are returned.
     """
@@ -119,10 +120,11 @@ def passes(
 
 
 def _backward(forward: Callable[..., Any], rows: Any, parameters: Any, cotangents: Any) -> Any:
-    """Return the backward pass, a function that returns its operands, and their types.
+    """Return three things: the backward pass, a function that computes its operands, and types.
 
-    Its operands are the residuals that the library saves: the leaves of the pullback that jax.vjp
-    returns.
+    The operands of the backward pass are the cotangents and the residuals that the library saves.
+    The residuals are the leaves of the pullback that jax.vjp returns. The types are the shapes and
+    dtypes of the operands.
     """
     save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
     saved, tree = jax.tree.flatten(save.out_info)

@@ -27,10 +27,10 @@ OPTIMIZER = optax.adamw(3e-4, weight_decay=0.1)
 
 _QKV = ("q", "k", "v")
 _MLP = ("gate", "up", "mid")  # "mid" is the hidden array of GPT-2
-#: Kinds of rematerialisation by names: the names of the arrays that a layer saves. MaxText's
-#: policies (version 0.2.5, `maxtext/layers/nnx_decoders.py`) have other names there: query_proj,
-#: key_proj, value_proj, context ("attended"), out_proj ("out"), mlpwi_0, mlpwi_1 (_MLP), mlpwo
-#: ("down").
+#: Policies of rematerialisation by names: maps the name of a policy to the names of the arrays that
+#: a layer saves. MaxText (version 0.2.5, `maxtext/layers/nnx_decoders.py`) calls these arrays
+#: query_proj, key_proj and value_proj (_QKV), context ("attended"), out_proj ("out"), mlpwi_0 and
+#: mlpwi_1 (_MLP), and mlpwo ("down").
 NAMES: dict[str, tuple[str, ...]] = {
     "names": (*_QKV, "attended", "h", *_MLP),
     "maxtext minimal_with_context": (*_QKV, "attended", "out", *_MLP, "down"),
@@ -72,7 +72,7 @@ class Model:
     """A model of a given size, with the functions of a variant.
 
     Attributes:
-      remat: a kind of rematerialisation in `models` or `NAMES`.
+      remat: the rematerialisation of each layer: one of `models.REMATS`, or a key of `NAMES`.
       layers: "scan" for a scan over stacked parameters, "unrolled" for layers with separate
         parameters.
       attention: the argument `implementation` of jax.nn.dot_product_attention: "cudnn" on a GPU,
@@ -89,7 +89,8 @@ class Model:
     def init(self, key: Array) -> Params:
         """Return initial parameters.
 
-        Scales are 1, and biases are 0. Others are normally distributed with deviation 0.02.
+        Scales are 1, and biases are 0. All other parameters are normally distributed, with a
+        standard deviation of 0.02.
         """
         shapes, tree = jax.tree.flatten_with_path(
             _SHAPES[self.size.kind](self.size), is_leaf=lambda node: isinstance(node, tuple)
@@ -123,19 +124,19 @@ class Model:
         is_scan = self.layers == "scan"
         if self.remat != "none":
             # prevent_cse is not needed in a scan, where XLA cannot merge recomputed values with
-            # those of the forward pass.
+            # values of the forward pass.
             layer = jax.checkpoint(layer, prevent_cse=not is_scan, **_POLICIES[self.remat])
         if is_scan:
             return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]
         return functools.reduce(layer, layers, x)
 
     def name(self, x: Array, name: str) -> Array:
-        """Name an array of a layer, if the rematerialisation is by names."""
+        """Name an array of a layer for `jax.checkpoint`, if the rematerialisation is by names."""
         return checkpoint_name(x, name) if self.remat in NAMES else x
 
     @property
     def functions(self) -> Variant:
-        """The functions of the variant. If arrays have names, an addition and a norm are two."""
+        """The variant's functions. If arrays have names, norms are not fused with additions."""
         if self.remat not in NAMES:
             return self.variant
         return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Times `linear_loss` beside jaxnorm's linear cross-entropy and other libraries' losses.
+"""Times `linear_loss`, jaxnorm's linear cross-entropy, and the losses of other libraries.
 
 ``python -m benchmarks.linear_loss`` measures the cross-entropy of a linear layer's logits, and its
 gradients, and prints a table of microseconds and GB of temporary memory. It takes the options of

@@ -10,15 +10,15 @@ import math
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload
 
-#: Shapes (positions, classes) of logits. 32768 classes are a power of two. The other numbers of
-#: classes are the sizes of the vocabularies of GPT-2, Llama 3 and Gemma.
+#: Shapes (positions, classes) of logits. The numbers of classes are a power of two (32768), and the
+#: vocabulary sizes of GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),
 )
 FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
-#: Shapes of last layers: rows, features, classes. The layers are those of Llama 3 8B, of Llama 3.2
-#: 1B, of a model with GPT-2's vocabulary, and of a model with Llama 2's vocabulary.
+#: Shapes (rows, features, classes) of last layers: of Llama 3 8B, Llama 3.2 1B, a model with
+#: GPT-2's vocabulary, and a model with Llama 2's vocabulary.
 LINEAR_LOGITS: tuple[Shape, ...] = (
     (8192, 4096, 128256),
     (8192, 2048, 128256),
@@ -74,14 +74,14 @@ LOSSES: dict[str, Loss] = {
     "reverse_kl_divergence": Loss(FEW_LOGITS, _BOTH, _DTYPES, has_teacher=True),
     "linear_kl_divergence": dataclasses.replace(_LINEAR, has_teacher=True),
 }
-#: The losses of logits, and those of a linear layer.
+#: The losses of logits, and the losses that include a linear layer.
 OF_LOGITS = {op: loss for op, loss in LOSSES.items() if len(loss.shapes[0]) == 2}
 OF_LAYERS = {op: loss for op, loss in LOSSES.items() if op not in OF_LOGITS}
 CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
 
 class LossWorkload(ShapedWorkload):
-    """A workload with one loss, as described by its fields (see `ShapedWorkload`).
+    """A workload that runs one entry of the table `LOSSES` (see `ShapedWorkload`).
 
     x and weight have the dtype `dtype`.
     """
@@ -96,7 +96,7 @@ class LossWorkload(ShapedWorkload):
 
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        """Shapes and dtypes of x and weight (if any), then of the labels or the teacher's arrays.
+        """Shapes and dtypes of x, the weight (if any), and the labels or the teacher's arrays.
 
         The standard deviation of the weight is chosen so that the logits have a standard deviation
         of about 1.

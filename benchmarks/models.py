@@ -51,8 +51,8 @@ MODELS = {
 Layers = Literal["scan", "unrolled"]
 LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
-# What each layer saves for its backward pass: all residuals, the results of its matmuls, or only
-# its input.
+# What each layer saves for its backward pass: "none" saves all residuals, "dots" the results of
+# its matmuls, and "block" only its input.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
 # The variants of the models, which `variants` defines. A variant's name begins with the name of its
 # provider. Each variant except the last uses more of jaxnorm's functions than the one before it.
@@ -65,7 +65,7 @@ VARIANTS = (
 
 @dataclasses.dataclass(frozen=True)
 class TrainingCell:
-    """A training step, with `batch` sequences."""
+    """A training step that is measured. `batch` is its number of sequences."""
 
     model: str
     remat: Remat
@@ -80,14 +80,14 @@ class TrainingCell:
 
 
 def cells(shapes: Any = None) -> Iterator[TrainingCell]:
-    """Yield the training steps of all models. They have no other shapes than their own."""
+    """Yield the training steps of all models, or nothing if other shapes are requested."""
     for model, layers, remat in itertools.product(MODELS, LAYERS, REMATS):
         for variant in VARIANTS if shapes is None else ():
             yield cell(model, remat, layers, variant)
 
 
 def cell(model: str, remat: Remat, layers: Layers, variant: str) -> TrainingCell:
-    """Return a training step in bfloat16. `MODELS` has the number of sequences."""
+    """Return a training step in bfloat16, with the model's number of sequences (`Size.batch`)."""
     return TrainingCell(model, remat, layers, "bfloat16", MODELS[model].batch, variant)
 
 
@@ -124,7 +124,7 @@ class CompileCell:
 
 
 def compile_cells(shapes: Any = None) -> Iterator[CompileCell]:
-    """Yield the training steps that are compiled. They have no other shapes than their own."""
+    """Yield the training steps that are compiled, or nothing if other shapes are requested."""
     for name, (model, _, batch) in COMPILED.items() if shapes is None else ():
         for variant in (PLAIN, "jaxnorm-norms", "jaxnorm-products"):
             yield CompileCell(name, f"{batch}x{MODELS[model].seq}", "bfloat16", variant)

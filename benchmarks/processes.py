@@ -2,8 +2,8 @@
 
 The processes of a *side* run either JAX or torch (see `providers`). Most of the time is spent on
 compiling. Much of the compiler is Python code, and a process runs only one thread of Python at a
-time, so several processes may compile at the same time. Each of them compiles a batch of cells,
-then measures it when no other process uses the GPU, and ends.
+time. So several processes may compile at the same time. Each process compiles a batch of cells,
+measures the batch when no other process uses the GPU, and ends.
 """
 
 import concurrent.futures
@@ -77,9 +77,9 @@ def outcomes(
 
 
 def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
-    """Split the cells into batches of about equal size, of about `most` cells at most.
+    """Split the cells into batches of about equal size, with at most about `most` cells each.
 
-    Each worker gets as many batches as the others. Cells with the same workload are in the same
+    All workers get the same number of batches. Cells with the same workload are in the same
     batch, because they share operands.
     """
     rounds = math.ceil(len(cells) / (workers * most))
@@ -121,13 +121,13 @@ class _Run:
             process.kill()
 
     def outcomes(self, batch: Sequence[Cell]) -> Iterator[Outcome]:
-        """Yield an outcome for each cell of a batch, from as many processes as it takes."""
+        """Yield an outcome for each cell of a batch. Start a new process if one ends early."""
         todo = [list(batch)]
         while todo:
             todo += yield from self._process(todo.pop(0))
 
     def _process(self, cells: list[Cell]) -> Generator[Outcome, None, list[list[Cell]]]:
-        """Run a process. Yield its outcomes, and return the batches that others must run."""
+        """Run cells in one process. Yield outcomes, and return batches for further processes."""
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
             process = subprocess.Popen(
                 self.command,

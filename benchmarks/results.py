@@ -41,7 +41,7 @@ def read(file: Path, columns: Sequence[str]) -> list[Row]:
 def append(file: Path, columns: Sequence[str], row: Row) -> None:
     """Append a row to a file immediately, so that it survives a crash of this process.
 
-    If the file has other columns, too, they are left empty.
+    If the file also has other columns, the row leaves them empty.
     """
     with file.open("a+", newline="", encoding="utf-8") as lines:
         lines.seek(0)

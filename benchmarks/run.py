@@ -8,8 +8,9 @@ These are columns of the results:
 
 * `us`: the time of all kernels of a call, measured with CUPTI; without an NVIDIA GPU, wall-clock
   time. Successive calls use different sets of operands, so that no operand is in the GPU's cache
-* `roof`: the time of a copy of as many bytes in the same process, divided by the measured time. The
-  number of bytes assumes that each pass loads or stores each of its arrays once. Torch's is empty
+* `roof`: the time of a copy in the same process, divided by the measured time. The copy transfers
+  the least number of bytes that the call needs, if each pass loads or stores each of its arrays
+  once. Empty for torch
 * `kernels`: the number of kernels of a call. The GPU driver may copy an array without a kernel;
   the measured time does not include such a copy
 * `temp_bytes`: the memory for intermediates, without operands and results: planned by XLA, or

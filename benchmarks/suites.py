@@ -75,7 +75,8 @@ class Selection:
     """The cells that the command line selects.
 
     `ops` may have names of operations, blocks, losses and models. If `shapes` is None, each suite
-    uses its own shapes. Otherwise, an operation uses the shapes with its number of axes.
+    uses its own shapes. Otherwise, an operation uses those entries of `shapes` that have the
+    operation's number of axes.
     """
 
     providers: Sequence[str] = tuple(PROVIDERS)
@@ -104,8 +105,8 @@ class Suite:
       name: the name of the suite and of its CSV file.
       cell: the class of its cells, whose fields are columns of the file.
       figures: maps each column of numbers in the results to its number of decimals.
-      all_cells: a function that yields all of its cells. Its argument has other shapes, or is
-        None, for the shapes of the suite.
+      all_cells: a function that yields all of its cells. Its argument is a list of shapes that
+        replace the suite's own shapes, or None.
       batch: the maximum number of cells that a process compiles before it measures them.
       in_turn: True if a process must compile its cells one after the other. This is needed if the
         compile time is measured. There may still be several processes.

@@ -1,7 +1,7 @@
 """Prints tables of results.
 
 python -m benchmarks.tables                           the committed results
-python -m benchmarks.tables blocks compile            those of two suites
+python -m benchmarks.tables blocks compile            the committed results of two suites
 python -m benchmarks.tables training --results DIR    the results in another folder
 """
 
@@ -22,10 +22,10 @@ from benchmarks.results import OK, RESULTS, Row, Table
 from benchmarks.suites import SUITES
 from benchmarks.workloads import Workload
 
-#: The folders of committed results. The results of a suite are those of the first folder that has
-#: the suite.
+#: The folders of committed results. For each suite, the first folder that has results of it is
+#: used.
 SHOWN = (RESULTS / "nvidia_h200", RESULTS / "nvidia_h100_80gb_hbm3")
-#: The providers that represent jaxnorm in comparisons. The first that was measured counts.
+#: The providers that represent jaxnorm in comparisons. The first one that was measured is used.
 OWN = ("jaxnorm", "mosaic")
 WORKLOADS: dict[str, type[Any]] = {
     "kernels": Workload,
@@ -36,9 +36,9 @@ WORKLOADS: dict[str, type[Any]] = {
 
 
 def rows_of(suite: str, folders: Sequence[Path]) -> list[Row]:
-    """Return the rows of a suite without failures, from the first folder that has such rows.
+    """Return the rows of a suite whose status is OK, from the first folder that has such rows.
 
-    Committed rows of single operations, which the suite `compile` once had, are left out.
+    Folders may have older rows of the suite `compile`, for single operations. They are left out.
     """
     for folder in folders:
         rows = [row for row in Table(folder, SUITES[suite]).rows() if row["status"] == OK]
@@ -68,14 +68,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The microseconds of a call, and of a copy of as many bytes (None for matmuls)."""
+    """The microseconds of a call, and of a copy of its bytes (None if no copy was timed)."""
 
     us: float
     copy_us: float | None = None
 
 
 def figures(suite: str, folders: Sequence[Path]) -> dict[Any, dict[str, Figure]]:
-    """Return a dict from each workload to a dict from each provider to its times.
+    """Return a nested dict: ``figures[workload][provider]`` has the times.
 
     The time of a copy is the median over all processes that timed a copy of this size.
     """
@@ -98,8 +98,8 @@ def figures(suite: str, folders: Sequence[Path]) -> dict[Any, dict[str, Figure]]
 def speeds(suite: str, folders: Sequence[Path]) -> str:
     """Return a table of times divided by jaxnorm's time, with a row for each pass and dtype.
 
-    A cell has the median over the shapes, and in brackets the smallest ratio. Below 1, the column's
-    code is faster than jaxnorm.
+    A column stands for a provider. Each entry is the median over the shapes, with the smallest
+    ratio in brackets. A ratio below 1 means that the provider is faster than jaxnorm.
     """
     ratios: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for workload, answers in figures(suite, folders).items():

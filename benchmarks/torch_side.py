@@ -27,7 +27,7 @@ THREADS = 1  # torch compiles a single call at a time
 
 @functools.lru_cache(maxsize=1)
 def random_inputs(workload: Timeable, parameter_dtype: str, sets: int) -> list[Inputs]:
-    """Return sets of random operands: normal x and weights, random masks, parameters near 1."""
+    """Return sets of random inputs: operands that have rows, parameters near 1, and cotangents."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(shape: tuple[int, ...], dtype: str, size: float = 1) -> Tensor:
@@ -98,7 +98,7 @@ def synchronize() -> None:
 
 
 def timed(several: Sequence[Call]) -> Timing:
-    """Return the timing of a call. The calls differ in their inputs, and take turns.
+    """Return the timing of one call, from several calls that differ only in their inputs.
 
     Without a GPU, this is wall-clock time.
     """

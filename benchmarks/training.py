@@ -30,7 +30,7 @@ class Step:
       batch: a function that returns the tokens of step number i.
 
     The constructor's argument `shardings` is a function of the state. It returns the shardings of
-    the state and of the tokens; without a mesh, both are None. `remat` is applied to the loss.
+    the state and of the tokens; by default, both are None. `remat` is applied to the loss.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Step:
         return times, losses
 
     def round(self, steps: int) -> tuple[float, float]:
-        """Return the milliseconds of a step, of several that run back to back, and the first loss.
+        """Return the mean milliseconds of `steps` steps that run back to back, and the first loss.
 
-        The steps begin with the initial state. Two more are not timed.
+        Two steps before them, the first of which has the initial state, are not timed.
         """
         tokens = self.batch(0)
         state, first = self.run(self.initial(), tokens)

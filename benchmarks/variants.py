@@ -1,7 +1,7 @@
 """The functions in which the variants of a model differ: norms, losses and linear layers.
 
-In shapes, B is the number of sequences, S their length, d the width, H the number of heads, D the
-size of a head, and f the number of hidden features of an MLP. V is the size of the vocabulary.
+In shapes, B is the number of sequences, S their length, d the width, H the number of heads, and D
+the size of a head. f is the number of hidden features of an MLP, and V the size of the vocabulary.
 Weights are float32, and are cast to x's dtype.
 """
 
@@ -39,7 +39,7 @@ def add_then(
 ) -> Callable[..., tuple[Array, Array]]:
     """Return a function that adds the residual, and then normalises the sum in a second step.
 
-    `named` gives the sum a name.
+    `named` is a function that gives the sum a name for `jax.checkpoint`, and returns it.
     """
 
     def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:

@@ -2,15 +2,16 @@
 
     python -m benchmarks.worker SIDE SUITE THREADS LOCK
 
-JAX and torch reserve GPU memory, and a wrong kernel can crash its process, so each batch has a
-process of one side (JAX or torch). It compiles THREADS cells at the same time.
+Each batch has a separate process, which imports only one side (JAX or torch). The reasons are that
+JAX and torch reserve GPU memory, and that a wrong kernel can crash its process. The process
+compiles THREADS cells at the same time.
 
 The parent writes the cells to standard input, as a JSON list. The answers are lines of JSON: {} at
 each of three stages (it begins to compile, the cells are compiled, it begins to measure), and then
 {"figures": {...}, "status": "ok" or a reason} for each cell, in order.
 
-XLA and torch also time kernels on the GPU when they compile. So a process compiles while it shares
-the file LOCK, and measures while it holds this file alone.
+XLA and torch also time kernels on the GPU when they compile. So a process holds a shared lock on
+the file LOCK while it compiles, and an exclusive lock while it measures.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ RESTART = 75  # exit code: another process must run the remaining cells
 REASON_LENGTH = 200
 #: The indices of the answers for which the process waits until it may use the GPU.
 WAITS = (0, 2)
-#: The number of answers until the cells are compiled, and of those before the first cell's.
+#: The number of answers until the cells are compiled, and until the measurements begin.
 COMPILED, STAGES = 2, 3
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # terminal colours in QuACK's error texts
 
@@ -67,7 +68,7 @@ def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def work(side: Any, cells: Sequence[Cell], say: Callable[..., None]) -> int:
-    """Compile and measure the cells, and say the answers. Return the exit code."""
+    """Compile and measure the cells, and send the answers with `say`. Return the exit code."""
     _, _, suite, threads, lock = sys.argv
     with open(lock, encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_SH)

@@ -19,7 +19,7 @@ OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rm
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
 PARAMETERS = {"softmax": 0, "log_softmax": 0, "rms_norm": 1, "layer_norm": 2}
 
-# Shapes (rows, cols) of norms and softmaxes, by the kind of shape.
+# Shapes (rows, cols) of x for norms and softmaxes. A key describes a kind of shape.
 GRID: dict[str, list[Shape]] = {
     "narrow rows": [(32768, n) for n in (128, 256, 512, 768)],
     "powers of two": [

@@ -6,8 +6,8 @@ batches. There are three runs. The first run uses the norms and softmax of Flax 
 optax. The second run uses the norms, softmax and loss of jaxnorm. The third run does the same, and
 also uses `jaxnorm.activation_linear` for the second layer of the MLP. `activation_linear` saves the
 activation's input instead of the activation's output. The memory that each change frees is printed.
-The exit code is 1 if the runs disagree. It is also 1 if a run of the default size or above has not
-learned.
+The exit code is 1 if the runs disagree. It is also 1 if the runs have at least the default size,
+and the loss of a run is too high.
 
 With --mesh, the same runs are sharded over devices. The printed temp memory is then the memory of
 one device.

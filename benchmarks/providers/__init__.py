@@ -1,7 +1,8 @@
 """The compared libraries, called providers: a table, and an adapter module for each.
 
-An adapter has ``function(name, op, y_dtype)``. It returns another function, which is differentiable
-and uses the library's public API. That function returns y, or a tuple of several results. It takes
+An adapter has a function ``function(name, op, y_dtype)``. It returns a function f, which is
+differentiable and uses the library's public API. f returns y, or a tuple of several results. The
+arguments of f are
 
 * for a norm: x, scale, and bias (if any)
 * for a block: the operands with rows (x, residual, ...), then the parameters
@@ -79,8 +80,9 @@ _EVERYTHING: dict[str, Any] = {
     "mixed": (*NORMS, *MIXED),
     "losses": tuple(LOSSES),
 }
-#: Ways to compute jaxnorm's linear cross-entropy: with larger chunks, and by `linear_loss` of
-#: jaxnorm's loss or of plain JAX.
+#: Providers that compute the linear cross-entropy with jaxnorm. "_2048" stands for chunks of 2048
+#: rows. "linear_loss" is `jaxnorm.linear_loss` of jaxnorm's cross-entropy. "linear_loss_plain" is
+#: `jaxnorm.linear_loss` of a cross-entropy in plain JAX.
 LINEAR_LOSSES = (
     *("jaxnorm_2048", "linear_loss", "linear_loss_2048"),
     *("linear_loss_plain", "linear_loss_plain_2048"),

@@ -1,4 +1,4 @@
-"""Norms of Flax linen. Flax's softmaxes are those of jax.nn, which the provider `jnp` measures."""
+"""Norms of Flax linen. Flax uses the softmaxes of jax.nn, which the provider `jnp` measures."""
 
 from collections.abc import Callable
 from typing import Any

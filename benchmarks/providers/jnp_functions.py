@@ -121,7 +121,7 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def cross_entropies(of_logits: Callable[..., Array]) -> dict[str, Callable[..., Array]]:
-    """Return a cross-entropy of logits, with a cap, after a linear layer, and with both."""
+    """Return a dict of four losses: of logits or after a linear layer, with or without a cap."""
 
     def capped(logits: Array, labels: Array) -> Array:
         return of_logits(SOFTCAP * jnp.tanh(logits.astype(jnp.float32) / SOFTCAP), labels)

@@ -22,7 +22,7 @@ from benchmarks.losses import SOFTCAP
 
 def _of_logits(**options: float) -> Callable[..., Tensor]:
     loss = LigerCrossEntropyLoss(reduction="none", **options)
-    return lambda logits, labels: loss(logits, labels).float()  # it has the dtype of the logits
+    return lambda logits, labels: loss(logits, labels).float()  # the loss has the logits' dtype
 
 
 def _of_layer(**options: float) -> Callable[..., Tensor]:

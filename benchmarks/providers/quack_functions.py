@@ -1,4 +1,4 @@
-"""QuACK's kernels. Here, its forward and backward functions of LayerNorm become one function."""
+"""QuACK's kernels. `LayerNorm` makes its two functions for LayerNorm differentiable."""
 
 import functools
 from collections.abc import Callable

@@ -5,7 +5,7 @@ Usage, from the root of the repository::
     python -m benchmarks.remat_models [--write]
 
 No model runs: their derivatives are traced for bfloat16 arrays of published sizes. The figures do
-not depend on the machine. With ``--write``, docs/auto_remat.md gets the tables.
+not depend on the machine. ``--write`` also writes the tables into docs/auto_remat.md.
 """
 
 import argparse

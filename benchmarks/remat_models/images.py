@@ -23,7 +23,7 @@ def _patches(images: Array, patch: int) -> Array:
     return split.swapaxes(2, 3).reshape(b, -1, patch * patch * channels)
 
 
-# ViT: equinox's attention and MLP, for one image, which `jax.vmap` applies to all.
+# ViT: equinox's attention and MLP. The model takes one image, and `jax.vmap` adds the batch.
 
 
 class _ViTLayer(eqx.Module):
@@ -169,7 +169,7 @@ def _waves(time: Array, width: int) -> Array:
 
 
 def _noisy(key: Array, *shape: int) -> dict[str, Array]:
-    """Return images, noise, times and labels."""
+    """Return a training batch: images, noise, times and labels."""
     images, noise = jax.random.normal(key, (2, *shape))
     time = jax.random.uniform(key, shape[:1])
     return {

@@ -1,7 +1,8 @@
 """Language models: GPT-2, BERT, Llama, Qwen 3, Gemma 2, Mixtral, Mamba 2, T5, hyper-connections.
 
-Each function returns a model's training loss. Layers are scanned, except in BERT, T5 and Mamba 2,
-whose layers are unrolled. GPT-2, Llama and Qwen 3 are the models of `language_models`.
+Each model is a function of its sizes, which returns a `Program`: a training loss and its arguments.
+Layers are scanned, except in BERT, T5 and Mamba 2, whose layers are unrolled. GPT-2, Llama and
+Qwen 3 are the models of `language_models`.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ class _Model(language_models.Model):
 
 
 def model(dtype: DType, name: str, remat: Any = "none", **sizes: int) -> language_models.Model:
-    """Return GPT-2, Llama or Qwen 3, whose layers have a rematerialisation of `models`."""
+    """Return a model of `models.MODELS`, with the given sizes and rematerialisation."""
     size = dataclasses.replace(models.MODELS[name], **sizes)  # type: ignore[arg-type]
     return _Model(size, VARIANTS["jnp"], remat, dtype)
 
@@ -39,7 +40,7 @@ def of_model(model: language_models.Model) -> Program:
 
 
 def plain(dtype: DType, name: str, **sizes: int) -> Program:
-    """Return GPT-2, Llama or Qwen 3, in plain JAX."""
+    """Return the program of GPT-2, Llama or Qwen 3 in plain JAX."""
     return of_model(model(dtype, name, **sizes))
 
 
@@ -47,13 +48,13 @@ class _Decoder(nn.Module):
     """Embed tokens, apply layers, and compute logits.
 
     Attributes:
-      block: the class of a block of layers, a function of x. In a scan, it also takes None, and
-        returns x and None.
+      block: the class of a block of one or more layers. A block is a function of x. In a scan, it
+        also takes None, and returns x and None.
       blocks: the number of blocks.
-      of_block: arguments of `block`. If there is a number of `streams`, x has as many copies.
+      of_block: arguments of `block`. If `streams` is one of them, x has this number of copies.
       is_scanned: True for a scan over stacked parameters, False for separate blocks.
       is_tied: True if the embedding is also the weight of the last layer.
-      cap: a cap of the logits. Where there is one, embeddings are scaled by the root of the width.
+      cap: a cap of the logits, or None. With a cap, embeddings are multiplied by sqrt(width).
     """
 
     block: Any
@@ -96,7 +97,8 @@ def _decoder(
 ) -> Callable[..., Program]:
     """Return a function that returns the program of a `_Decoder`, given its sizes.
 
-    `heads` names the number of heads among them, if attention stores its probabilities.
+    `heads` is the name of the size that is the number of heads. It is None if attention does not
+    store its probabilities.
     """
 
     def program(
@@ -164,7 +166,7 @@ class _GemmaPair(nn.Module):
 gemma_2 = _decoder(_GemmaPair, "heads", layers_per_block=2, is_tied=True, cap=30.0)
 
 
-# Mixtral: each token runs through two of the experts, whose rows are sorted for ragged matmuls.
+# Mixtral: each token runs through two experts. Tokens are sorted by expert for ragged matmuls.
 
 
 class _Experts(nn.Module):
@@ -214,7 +216,11 @@ mixtral = _decoder(_MixtralLayer)
 
 
 class _Connected(nn.Module):
-    """A part of a layer, between the streams x (B, S, streams, d)."""
+    """A part of a layer, with connections to the residual streams x (B, S, streams, d).
+
+    The part gets a weighted sum of the streams. Then the streams are mixed, and a multiple of the
+    part's result is added to each.
+    """
 
     part: Any
     iterations: int
@@ -267,7 +273,10 @@ hyper_connections = _decoder(_ConnectedLayer)
 
 
 def _sums_of_segments(x: Array) -> Array:
-    """Return sums of x over i < t <= j for all i <= j of the last axis; -inf elsewhere."""
+    """Return the array whose element [..., j, i] is the sum of x[..., t] over i < t <= j.
+
+    It is -inf for i > j.
+    """
     sums = jnp.cumsum(x, axis=-1)
     differences = sums[..., :, None] - sums[..., None, :]
     return jnp.where(jnp.tril(jnp.ones(differences.shape[-2:], bool)), differences, -jnp.inf)

@@ -22,8 +22,8 @@ class Case:
       framework: the library that the model is written in.
       build: a function of a dtype and sizes, which returns the program.
       real: sizes of a published model, whose arguments are traced and never allocated.
-      small: sizes at which the model runs on a CPU, where they are not those of `SMALL`.
-      goal: number of activations that a layer of the model may save with auto_remat.
+      small: sizes that replace those of `SMALL` when the model runs on a CPU.
+      goal: the maximum number of activations that a layer may save with auto_remat.
     """
 
     framework: str
@@ -140,10 +140,10 @@ def types(program: Program) -> tuple[Any, Any]:
     return jax.eval_shape(program.init, key), jax.eval_shape(program.batch, key)
 
 
-#: Number of matrices that an attention without a kernel may save.
+#: The maximum number of matrices of probabilities that attention without a kernel may save.
 MATRICES = 1.7
 
-#: Operations that must not run twice. Names of primitives that begin with one of these count.
+#: Prefixes of the names of primitives that must not run twice.
 COSTLY = (
     "conv_general_dilated", "cumsum", "dot_general", "pallas_call", "ragged_dot", "random_bits",
     "scan", "sort", "threefry", "top_k", "while",
@@ -151,7 +151,7 @@ COSTLY = (
 
 
 def operations(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
-    """Count the costly operations of a traced program. Those in loops count for each iteration."""
+    """Count the costly operations of a traced program; in a scan, once for each iteration."""
     found: collections.Counter[str] = collections.Counter()
 
     def visit(jaxpr: Any, runs: int) -> None:
@@ -176,7 +176,7 @@ def _is_outer_product(equation: Any) -> bool:
 
 
 def repeated(program: Program) -> dict[str, int]:
-    """Return how many more costly operations the gradient runs with auto_remat, by their names."""
+    """Return the numbers of costly operations that auto_remat adds to the gradient, by name."""
     losses = jaxnorm.auto_remat(program.loss), program.loss
     ours, plain = (operations(jax.grad(f), *types(program)) for f in losses)
     return dict(ours - plain)

@@ -1,7 +1,7 @@
 """Parts that several of the models share: attention, norms, dropout and the loss.
 
-In shapes, B is the number of sequences, S and T are numbers of tokens, d is the width, H the number
-of heads and D their size.
+In shapes, B is the number of sequences, S and T are the numbers of tokens of queries and of keys, d
+is the width, H is the number of heads, and D is the size of a head.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Program:
       activation: number of elements of one activation (tokens x width); 0 if widths differ.
       matrix: number of elements of one attention's probabilities (B x H x S x S); 0 if they are
         never stored.
-      length: S.
+      length: the number of tokens S.
     """
 
     loss: Callable[[Any, Any], Array]
@@ -103,7 +103,7 @@ def attention(
     rate: float = 0.0,
     key: Array | None = None,
 ) -> Array:
-    """Compute attention of q (B, S, H, D), k and v (B, T, H, D), with the matrix of probabilities.
+    """Compute attention of q (B, S, H, D), k and v (B, T, H, D) from a matrix of probabilities.
 
     The bias and the boolean mask are (B, H, S, T), or broadcast to it. `cap` caps the logits with
     tanh, and `rate` is the dropout rate of the probabilities.
@@ -131,10 +131,10 @@ def _attend(is_causal: bool, q: Array, k: Array, v: Array) -> tuple[Array, Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def flash_attention(is_causal: bool, q: Array, k: Array, v: Array) -> Array:
-    """Stand for cuDNN's attention, which cannot be traced without a GPU.
+    """Compute attention in place of cuDNN's, which cannot be traced without a GPU.
 
-    As cuDNN's, it saves its operands, its result and a float32 number for each row of the matrix.
-    The last two have a name, as in MaxText.
+    Like cuDNN's attention, this function saves its operands, its result, and a float32 statistic
+    for each row of the logits. The result and the statistics have a name, as in MaxText.
     """
     return _attend(is_causal, q, k, v)[0]
 
@@ -145,7 +145,8 @@ def _flash_forward(is_causal: bool, q: Array, k: Array, v: Array) -> tuple[Array
 
 
 def _flash_backward(is_causal: bool, saved: Any, dy: Array) -> tuple[Array, ...]:
-    # XLA merges equal operations of a forward and a backward pass, but not those inside kernels.
+    # Without the barrier, XLA would merge equal operations of the forward and the backward pass. It
+    # cannot do this for the kernels of cuDNN.
     operands = jax.lax.optimization_barrier(saved[:3])
     return jax.vjp(lambda *operands: _attend(is_causal, *operands)[0], *operands)[1](dy)
 

@@ -1,4 +1,4 @@
-"""Saved bytes of a layer of Llama with MaxText's policies, and with auto_remat in as many bytes."""
+"""Compares MaxText's policies for Llama with auto_remat, which may save equally many bytes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ POLICIES = ("none", *NAMES)
 
 
 def _program(policy: str) -> Program:
-    """Return Llama with a policy of `NAMES`. The loss has no logits."""
+    """Return the program of Llama with a policy. The loss is computed without logits."""
     model = language.model("bfloat16", "llama-1b", policy)
 
     def loss(params: Params, tokens: Array) -> Array:
@@ -36,15 +36,16 @@ def _program(policy: str) -> Program:
 def line(policy: str) -> str:
     """Return the line of a policy: "none" or a key of `NAMES`.
 
-    The budget of auto_remat is the bytes that the policy saves in the scan over layers, and 1 %
-    more, for statistics of norms. Policies by name compute these again.
+    The budget of auto_remat is the sum of two numbers of bytes. The first is what the policy saves
+    in the scan over layers, plus 1 % for the statistics of norms, which policies by name recompute.
+    The second is what auto_remat saves outside of the scan.
     """
     plain, program = _program("none"), _program(policy)
     given = types(plain)
     layers = MODELS["llama-1b"].layers
 
     def saved(loss: Callable[..., Any]) -> tuple[int, int]:
-        """Return the bytes that are saved in the layers, and those outside of them."""
+        """Return two numbers of bytes: saved in the scan over layers, and saved outside of it."""
         rows = jaxnorm.memory_report(loss, *given).rows
         inside = sum(row.bytes for row in rows if row.shape[0] == layers)
         return inside, sum(row.bytes for row in rows) - inside
@@ -58,7 +59,8 @@ def line(policy: str) -> str:
     without_budget = jaxnorm.auto_remat(plain.loss)
     budget = int(1.01 * saved(program.loss)[0]) + saved(without_budget)[1]
     auto = jaxnorm.auto_remat(plain.loss, budget=budget)
-    # JAX leaves unused matmuls in its gradients, auto_remat does not.
+    # Each gradient has its own reference, because JAX leaves unused matmuls in its gradients, and
+    # auto_remat does not.
     again = (matmuls(program.loss) - matmuls(plain.loss)) // layers
     of_auto = (matmuls(auto) - matmuls(without_budget)) // layers
     name = policy.replace("maxtext ", "MaxText's ")

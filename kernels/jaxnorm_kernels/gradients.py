@@ -22,12 +22,13 @@ def add_partials(
     XLA would run two reductions as two kernels.
 
     Args:
-      partials: for each parameter that is present, an array ``(sums, cols)``. Each row of it is a
-        partial sum.
+      partials: for each parameter that is present, an array ``(number of sums, cols)``. Each of its
+        rows is a partial sum.
       dtypes: for each parameter, its dtype; None if the parameter is absent.
-      groups: for each parameter, the number n of groups of rows of x that have separate values of
-        the parameter. If n is above 1, the parameter has the shape ``(n, cols)``, and its partial
-        sums are ordered by group. If `groups` is None, every n is 1.
+      groups: for each parameter, a number n. If n is 1, all rows of x share the parameter. If n is
+        above 1, the parameter has the shape ``(n, cols)``: the rows of x form n groups, each with
+        its own row of the parameter. The partial sums are then ordered by group. If `groups` is
+        None, every n is 1.
     """
     counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
     most = max(counts)
@@ -58,8 +59,8 @@ def _add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...
 def add_rows(shared: Shared, numbers: jax.Array) -> jax.Array:
     """Return the gradient of a bias with one value per row, as an ``(n, 1)`` array.
 
-    `numbers` has one number for each row of x. The result has the sum over all rows of x that use
-    the same row of the bias. `shared` describes how the bias is broadcast over the rows of x.
+    `numbers` has one number for each row of x. Row i of the result is the sum of the numbers of all
+    rows of x that use row i of the bias. `shared` describes how the bias is broadcast.
     """
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return numbers.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
@@ -73,8 +74,8 @@ def two_norms_bwd(
 ) -> Operands:
     """Run the backward pass of y = norm(residual + norm(x)) as the backward passes of two norms.
 
-    `norm_bwd` runs the backward pass of one norm. It first runs for the outer norm. The dx of the
-    outer norm is the dy of the inner norm.
+    `norm_bwd` runs the backward pass of one norm. It runs for the outer norm first, because the dx
+    of the outer norm is the dy of the inner norm.
     """
     assert residuals.x is not None
     rstd, next_rstd = residuals.stats

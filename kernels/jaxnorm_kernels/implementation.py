@@ -22,9 +22,9 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# The value None, with the type Any. It is the default of fields that only some operations have. An
-# operation that has such a field always sets it. So the annotation of the field can be jax.Array
-# instead of jax.Array | None.
+# The default of fields that an operation either requires or never has: None, declared as Any. So
+# these fields can be annotated as jax.Array instead of jax.Array | None, and the code of operations
+# that require them need not check for None.
 _ABSENT: Any = None
 
 
@@ -48,10 +48,10 @@ class Operands(NamedTuple):
       positions: a boolean array ``(rows,)``. The loss is 0 in rows where it is False.
       logits_scale: an array ``(rows,)``. Each number multiplies the logits of its row. Absent if
         all logits are multiplied by the same static number.
-      cos, sin: the tables of a rotation. They have one column for each pair of x's columns.
-        `NormOptions.table_rows` maps rows of x to rows of the tables. For the xla implementation,
-        the tables instead broadcast, by numpy's rules, to x's shape without its last axis. It also
-        returns the gradients of the tables.
+      cos, sin: the tables of a rotation. They have one column for each pair of x's columns that is
+        rotated. `NormOptions.table_rows` maps rows of x to rows of the tables. For the xla
+        implementation, the leading axes of the tables instead broadcast, by numpy's rules, to the
+        leading axes of x. Only this implementation returns the gradients of the tables.
     """
 
     x: jax.Array = _ABSENT
@@ -128,7 +128,7 @@ class Results(NamedTuple):
 
 
 def _none(*_: Spec) -> None:
-    """Return None. This function is for implementations that have no reason or caveat to return."""
+    """Return None: the implementation has no reason, caveat or list of platforms to return."""
 
 
 def takes_no_inner(spec: Spec) -> bool:
@@ -162,8 +162,9 @@ class Implementation(NamedTuple):
       caveat: a function that returns a sentence which warns the user if something about a call's
         kernel is unknown, such as its time on the local GPU. It returns None if there is nothing to
         warn about.
-      tangent: a function that takes the tangents of the operands, where None stands for 0, and
-        returns the tangents of the results. For a plain norm, the tangent of h is the tangent of x.
+      tangent: a function that takes residuals and the tangents of the operands (None stands for 0),
+        and returns the tangents of the results. For a plain norm, the tangent of h is the tangent
+        of x.
         Only the xla implementation has this function. In all others, the attribute is None.
       both: a function that takes operands and cotangents, and returns results and gradients. It
         runs the forward and the backward pass in one kernel. Only the mosaic implementation has

@@ -2,7 +2,7 @@
 
 If an operand of a kernel is a contiguous slice of a larger array, XLA passes an address inside this
 array to the kernel. If the kernel's result becomes a part of a larger array, XLA lets the kernel
-write it there. (XLA's name for either case is "dynamic-slice fusion".) XLA checks that the size of
+write it there. (XLA calls both cases "dynamic-slice fusion".) XLA checks that the size of
 the slice is a multiple of 256 bytes, but does not check its offset. So the address of ``x[1:]`` may
 not be aligned. Mosaic's launcher refuses such an address. A Triton kernel, which is compiled for
 addresses that are multiples of 16 bytes, would read at a wrong address.
@@ -13,10 +13,10 @@ drops the barrier before it assigns buffers, and makes no copy. The barrier prev
 either, because XLA never fuses elementwise work into a kernel.
 
 As an experiment, slices that are provably aligned were passed without a copy. This saved at most
-0.4 % of a training step (GPT-2 small and Llama 1B under scan, with and without rematerialisation,
-on an H100), and added 1 to 2 seconds of compilation. So slices are copied. The arrays in which a
-scan stacks the residuals of its layers are the exception: their slices are aligned and read and
-written in place.
+0.4 % of a training step, and added 1 to 2 seconds of compilation (GPT-2 small and Llama 1B under
+scan, with and without rematerialisation, on an H100). So slices are copied. There is one exception:
+a scan stacks the residuals of its layers in arrays, whose slices are aligned. Kernels load and
+store these slices in place.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from typing import Any
 import jax
 from jax import lax
 
-#: The versions of JAX with which the kernels were tested. They use JAX's private API, which any
-#: release may change.
+#: The versions of JAX with which the kernels were tested. The kernels use JAX's private API, which
+#: any release may change.
 TESTED = ("0.11.2", "0.12.0.1")
 
 #: The address of every operand and result of a kernel is a multiple of this many bytes.
@@ -44,9 +44,9 @@ def overwritable(operand: jax.Array) -> Any:
     """Return a ref of an operand that a kernel overwrites. `overwritten` reads it afterwards.
 
     A kernel that overwrites its operand needs one buffer that holds the operand before the kernel
-    and the result after it. XLA provides it only if the operand is an entire array. For a slice,
-    XLA would allocate a buffer for the result without copying the slice there, and the kernel would
-    read whatever that buffer contains. An operand that is an entire array in JAX's program may
+    and the result after it. XLA provides such a buffer only if the operand is an entire array. If
+    the operand is a slice, XLA allocates a buffer for the result but does not copy the slice there,
+    so the kernel reads arbitrary contents. An operand that is an entire array in JAX's program may
     still be a slice in the compiled program: XLA merges matmuls that have a common operand, and
     slices the merged result. So `own_buffer` is always applied.
     """

@@ -77,7 +77,7 @@ Family = Literal["softmax", "loss", "norm"]
 #: * An "array" has x's shape.
 #: * A "mask" or a "logits_bias" broadcasts to x's shape.
 #: * A "stat" (statistic) has one number for each row.
-#: * A "label" has one number for each row, too, but no gradient.
+#: * A "label" has one number or boolean for each row, too, but no gradient.
 #: * A "candidate" has several labels for each row, along an additional last axis.
 #: * A parameter ("scale", "bias" or "branch_scale") has the normalised axes.
 #: * A "table" (cos or sin of a rotation) has one number for each pair of columns, and broadcasts to
@@ -99,7 +99,7 @@ PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
 #: The kinds of operands that have gradients and are broadcast to x's shape. An element of such a
 #: gradient is a sum over the elements of x that use the same element of the operand.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
-#: The kinds of operands that are booleans or integers. They have no tangents.
+#: The kinds of operands that are constants: they have no tangents and no gradients.
 CONSTANTS: tuple[Kind, ...] = ("mask", "label", "candidate")
 
 #: The kind of each operand.
@@ -129,10 +129,10 @@ class Operation:
 
     Attributes:
       family: the family of operations: softmaxes, losses or norms.
-      operands: names of the arrays that the forward pass takes, in binding order. These are
-        optional: scale, bias, next_scale, mask, positions, logits_bias and logits_scale. All others
-        are required.
-      results: maps the names of the arrays that the forward pass returns to their kinds. y is the
+      operands: names of the arrays that the forward pass takes, in the order in which JAX's
+        primitive takes them. These are optional: scale, bias, next_scale, mask, positions,
+        logits_bias and logits_scale. All others are required.
+      results: a dict of the arrays that the forward pass returns: their names and kinds. y is the
         output. h is the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
         is present only in a LayerNorm that saves its input.
@@ -148,9 +148,9 @@ class Operation:
         h, but its backward pass may take an extra cotangent of x under the name h.
       norms: the norms in a call. "first" is the norm of x before the residual is added. "last" is
         the norm whose result is y.
-      derivative: the name of another operation, or None. If it is set, this operation uses the
-        tangent and the backward pass of the other operation. This operation adds a residual to the
-        result of the other operation, so the residual's gradient is the cotangent of y.
+      derivative: the name of the operation whose tangent and backward pass this operation uses;
+        None if it has its own. If the name is set, y is the sum of a residual and the other
+        operation's result, so the residual's gradient is the cotangent of y.
       has_kernels: False if only the xla implementation has the operation.
       out_name: the name of y for `jax.checkpoint` policies, or None. If the derivative starts from
         h, h has this name, too.

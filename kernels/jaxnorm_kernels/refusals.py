@@ -6,8 +6,8 @@ from jaxnorm_kernels.specs import Spec
 
 Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
 
-#: Reasons why no kernel can run a call. Each entry of the table has the text of a reason, which is
-#: shown to users, and a function that returns True if the reason applies.
+#: Reasons why no kernel can run a call. Each entry of the table is a pair: the text of a reason,
+#: which is shown to users, and a function that returns True if the reason applies.
 NO_KERNEL: Table = (
     ("there is no kernel for this operation yet", lambda s: not s.operation.has_kernels),
     (

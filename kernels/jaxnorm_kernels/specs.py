@@ -65,12 +65,10 @@ class Shared:
 
     @property
     def run(self) -> int:
-        """Number of rows in a *run*, which is a sequence of consecutive rows of x.
+        """Number of consecutive rows of x that form a *run*: the size of the last segment.
 
-        All runs of x have this number of rows. It is the size of the last entry of `segments`. This
-        entry stands for one axis of x, or for several adjacent axes. If the operand is broadcast
-        along these axes, all rows of a run use the same row of the operand. Otherwise, they use
-        consecutive rows of it.
+        If the operand is broadcast along this segment, all rows of a run use the same row of the
+        operand. Otherwise, they use consecutive rows of it.
         """
         return self.segments[-1][0] if self.segments else 1
 
@@ -93,9 +91,9 @@ class NormOptions:
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: the number that is added to ``scale`` in the arithmetic dtype (1.0 for Gemma's
         ``1 + w``).
-      saved: the array from which the backward pass starts: "output" or "input". In an operation
-        with two norms, this is about the second norm. The backward pass of the first norm always
-        starts from x.
+      saved: the array from which the backward pass of the norm starts: "output" or "input". In an
+        operation with two norms, this is the choice for the second norm. The backward pass of the
+        first norm always starts from x.
       activation: the name of a function of `jax.nn`, which is called with its default options, or
         None. In a gated norm, it is applied to the gate. In a plain norm that saves its input, it
         is applied to the result: `y = activation(norm(x))`.
@@ -105,8 +103,8 @@ class NormOptions:
       interleaved: True if a pair of rotated columns is columns 2i and 2i + 1, False if it is
         columns i and `i + rotated / 2`.
       table_rows: how rows of x map to rows of the tables.
-      wide: True if this norm is one of the two norms of a call that computes in float64. The norm
-        then computes in float64, too, even if none of its own arrays is float64.
+      wide: True if this norm is a part of a call that computes in float64. The norm then computes
+        in float64, too, even if none of its own arrays is float64.
       scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter. It is 1
         for a parameter ``(cols,)``, which all rows of x share, and n for a parameter ``(n, cols)``.
         Each of these n rows is shared by ``rows / n`` consecutive rows of x.
@@ -116,7 +114,8 @@ class NormOptions:
         vary along `inner` instead of `cols`. They have the shape ``(n, inner)`` if the outer
         indices are divided into n groups of consecutive indices with separate parameters.
         Otherwise, they have the shape ``(inner,)``.
-      repeated: True if all groups of rows are copies of the same rows, with different parameters.
+      repeated: True if all groups of rows are copies of the same rows, which are normalised with
+        different parameters.
     """
 
     scale_dtype: np.dtype | None = None
@@ -202,8 +201,8 @@ class LossOptions(LogitsOptions):
       has_positions: True if the call has a mask of rows. The loss is 0 where the mask is False.
       label_smoothing, z_loss: coefficients of a cross-entropy; see the equation in `operations`.
       logit_softcap: the cap c if the logits are c * tanh(logits_scale * x / c); None for no cap.
-      padding: the number of columns at the end of a row that are padding and not classes. dx is 0
-        in these columns.
+      padding: the number of columns at the end of each row that are not classes. dx is 0 in these
+        columns.
       gradient_dtype: the dtype of dx if the caller does not need x after the backward pass. A
         kernel may then write dx over x if both have the same dtype. None if the caller still needs
         x. dx then has x_dtype, and x must not be overwritten.
@@ -250,7 +249,7 @@ class Spec:
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
         requested (direction ``"bwd"``). A kernel may also return other gradients. A forward pass
-        with ``wrt`` of ``("x",)`` computes a loss and its gradient together: it also takes the
+        whose ``wrt`` is ``("x",)`` computes a loss and its gradient together: it also takes the
         cotangents of `outputs`, and returns the gradient of x.
       axes: the normalised axes of the arrays. Kernels always get arrays whose last axis is
         normalised, or whose middle axis is normalised if `inner` is above 1. Only the xla
@@ -259,10 +258,10 @@ class Spec:
       inner: if above 1, arrays have the shape ``(outer, cols, inner)`` (see `strided`) and are
         normalised over the middle axis. Only an implementation whose `takes_inner` returns True
         gets such a spec.
-      inner_cols: if above 1, this many adjacent inner indices are normalised together, such as the
-        channels of a group in GroupNorm. A row then has ``cols`` elements: all elements with one
-        outer index and with these inner indices. Statistics then have the shape ``(outer * inner /
-        inner_cols,)``.
+      inner_cols: if above 1, this number of adjacent inner indices is normalised together, such as
+        the channels of a group in GroupNorm. A row then has all elements with one outer index and
+        with these inner indices, which are ``cols`` elements. Statistics then have the shape
+        ``(outer * inner / inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded. ``cols``
         is then the number of columns of all shards together. Only the xla implementation supports
         sharded columns.
@@ -331,7 +330,10 @@ class Spec:
         return OPERATIONS[self.op]
 
     def has(self, operand: str) -> bool:
-        """Return True if the call has an operand or a saved result with the name `operand`."""
+        """Return True if the call has the array `operand`.
+
+        `operand` is the name of an operand of the operation, or of a saved result.
+        """
         match operand:
             case "x" | "labels" | "candidates" | "cos" | "sin" | "entropy" | "y":
                 return True
@@ -366,7 +368,7 @@ class Spec:
 
     @functools.cached_property
     def saves_input(self) -> bool:
-        """True if the derivative of a norm starts from its input."""
+        """True for a norm whose derivative starts from its saved input."""
         return self.is_norm and self.norm.saved == "input"
 
     @functools.cached_property
@@ -409,9 +411,10 @@ class Spec:
 
     @functools.cached_property
     def compute_dtype(self) -> np.dtype:
-        """The dtype of the arithmetic: float64 if an array of rows is float64, otherwise float32.
+        """The dtype of the arithmetic, float64 or float32.
 
-        Both norms of a call use the same dtype, so that all statistics have one dtype.
+        It is float64 if y, the bias of the logits, or an operand of x's shape is float64. Both
+        norms of a call use the same dtype, so that all statistics have one dtype.
         """
         arrays = (*self.operand_dtypes, self.y_dtype, self.dtype("logits_bias"))
         # Compare names, because np.dtype("float64") == None is True.
@@ -510,7 +513,7 @@ class Spec:
 
     @functools.cached_property
     def scale_floor(self) -> float | None:
-        """Lower limit of |scale + scale_offset|, or None. The limit replaces smaller magnitudes."""
+        """Lower limit of |scale + scale_offset|, or None. Smaller magnitudes are raised to it."""
         if self.norm.saved == "input" or self.norm.scale_dtype is None:
             return None
         return _SCALE_FLOOR.get(self.y_dtype.name)

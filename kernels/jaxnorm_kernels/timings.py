@@ -25,7 +25,7 @@ class Timing:
     Both are the times of a forward and a backward pass together.
 
     Attributes:
-      ratio: the median ratio of the shapes and dtypes that were timed.
+      ratio: the median of the ratios over all shapes and dtypes that were timed.
       least, most: the smallest and the largest of these ratios.
     """
 
@@ -34,7 +34,7 @@ class Timing:
     most: float
 
     def __str__(self) -> str:
-        """Return a text with the ratios, as a part of what `implementation_for` prints."""
+        """Return the ratios as text, as a part of what `implementation_for` prints."""
         if self.least == self.most:
             return f"{self.ratio:.2f} of XLA's time"
         return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"

@@ -46,13 +46,13 @@ _BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
-    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default one."""
+    """Run a forward pass; see `Implementation.forward`. `schedule` replaces the default."""
     kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
     return kernel(operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
-    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default one."""
+    """Run a backward pass; see `Implementation.backward`. `schedule` replaces the default."""
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
     return kernel(residuals, cotangents, spec, **schedule)
 

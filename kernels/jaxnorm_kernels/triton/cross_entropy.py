@@ -1,8 +1,8 @@
 """Kernels of cross-entropy, and of a label's log-probability with the entropy of the row.
 
-x is a row of V classes, l is its label, and x_l is the label's logit. [j = l] is 1 in the label's
-column and 0 elsewhere. r is x_l, or 0 if x_l is infinite. With a = label_smoothing, b = z_loss and
-the cotangent d of the loss::
+x is a row of logits for V classes, l is its label, and x_l is the label's logit. [j = l] is 1 in
+the label's column and 0 elsewhere. r is x_l, or 0 if x_l is infinite. With a = label_smoothing,
+b = z_loss and the cotangent d of the loss::
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
@@ -21,7 +21,8 @@ z, which is multiplied by the derivative of z with respect to x.
 
 The forward pass reads a row once, block after block. The threads exchange nothing while they read.
 Each thread holds the maximum m of the elements that it has read so far, and its sums s and T are
-relative to this m (Milakov, Gimelshein 2018). A new block x changes them to:
+relative to this m (Milakov, Gimelshein 2018). If x now stands for a new block of the row, the
+thread's m, s and T become:
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
                         T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
@@ -276,7 +277,7 @@ def _add(
 def _rescaled(s, t, depth, options: tl.constexpr):
     """Rescale s and t to a new maximum. `depth` is the old maximum minus the new one."""
     exp = tl.exp(options.factor * depth)
-    # `depth` may be -inf. It gets a finite lower bound, because -inf times a sum of 0 would be NaN.
+    # `depth` may be -inf, and -inf times a sum of 0 is NaN. So `depth` gets a finite lower bound.
     if options.entropy:
         t = (t + s * tl.maximum(depth, FAR)) * exp
     return s * exp, t
@@ -314,7 +315,7 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of these rows in their block of columns number `nth`.
+    """Store dx of the rows `row` in the columns of block number `nth`.
 
     `store_block` calls this function.
     """
@@ -349,10 +350,9 @@ def _store_gradient(
 
 @triton.jit
 def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
-    """Return two arrays: the label of each row, and a mask.
+    """Return two arrays: the label of each row, and a mask that is True if the label is a class.
 
-    The mask is True if the label is a class. If it is not, 0 is returned as the label, so that no
-    logit outside the row is read.
+    If a label is not a class, 0 is returned in its place, so that no logit outside the row is read.
     """
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
     is_class = (label >= 0) & (label < classes)

@@ -66,7 +66,7 @@ _SMALL = tl.constexpr(0.125)
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A pair of `Cap`: `p` for the logits of P, and `q` for the logits of Q."""
+    """The scales and caps of both logits: `p` for the logits of P, and `q` for those of Q."""
 
     p: Cap
     q: Cap
@@ -219,10 +219,10 @@ def _add(
     below_p, below_q = g_p - higher_p[:, None, :, None], g_q - higher_q[:, None, :, None]
     e_p, e_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     u = _difference(below_p, below_q, pair)
-    # If e_P is 0, the term e_P * u is 0, although u may be infinite. There is one exception: Q is 0
-    # (its depth is -inf) and the exact P is positive (its depth is finite, so u is +inf): only the
-    # computed e_P is rounded to 0. The term and the divergence are infinite. u is +inf, too, if its
-    # multiplication by f overflows. Q's depth is then finite.
+    # If e_P is 0, the term e_P * u is 0, although u may be infinite. There is one exception: if Q
+    # is exactly 0 and P is positive but e_P is rounded to 0, the term and the divergence are
+    # infinite. Then Q's depth is -inf, P's depth is finite, and u is +inf. Q's depth must be
+    # checked, because u is also +inf if its multiplication by f overflows.
     of_none = tl.where((u == float("inf")) & (below_q == float("-inf")), float("inf"), 0.0)
     of_ratio = tl.where(e_p > 0.0, e_p * u, of_none)
     series = (1.0 / 2.0) - u * ((1.0 / 6.0) - u * ((1.0 / 24.0) - u * (1.0 / 120.0)))
@@ -256,8 +256,8 @@ def _rescaled(sums, m_p, m_q, pair: tl.constexpr):
     below_p, below_q = old_p - m_p, old_q - m_q
     r_p, r_q = tl.exp(pair.p.factor * below_p), tl.exp(pair.q.factor * below_q)
     s_p *= r_p
-    # If s_p is 0, so is a, although the difference may be infinite or NaN. If the sum a is
-    # infinite, it must stay infinite.
+    # If s_p is 0, a must be 0, although `_difference` may return infinite numbers or NaN. If the
+    # old a is infinite, it must stay infinite.
     rescaled = tl.where(s_p > 0.0, a * r_p + s_p * _difference(below_p, below_q, pair), 0.0)
     a = tl.where(a == float("inf"), float("inf"), rescaled)
     return m_p, m_q, s_p, s_q * r_q, a, b * r_p + s_q * (r_q - r_p)
@@ -297,7 +297,7 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of these rows in their block of columns number `nth`.
+    """Store dx of the rows `row` in the columns of block number `nth`.
 
     `store_block` calls this function. `y_ptr` points to the divergences if `reverse` is set.
     Otherwise, it is None.

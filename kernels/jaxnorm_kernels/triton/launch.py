@@ -37,9 +37,8 @@ class Gpu:
 # If there is no local GPU, kernels are lowered for an A100.
 AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)
 
-# The number of bytes of shared memory per program that is assumed for a GPU that does not report
-# its own number. It is the smallest number of any GPU since Ampere (compute capability 8.6 and
-# 8.9).
+# If a GPU does not report its shared memory, this number of bytes per program is assumed. It is the
+# smallest number of all GPUs since Ampere (compute capability 8.6 and 8.9).
 _LEAST_SMEM = 99 * 1024
 
 
@@ -78,7 +77,8 @@ def launch(
       warps: the number of warps (of 32 threads) in a program.
       registers: the maximum number of registers of a thread.
       arguments: maps the names of the kernel's other parameters to arrays, sizes and compile-time
-        constants. If an array is None, the kernel is compiled without it, or has no such parameter.
+        constants. An array may be None. The kernel is then compiled without it, and need not have
+        the parameter.
     """
     absent = {key: None for key, out in outputs.items() if out is None}
     given = {

@@ -1,8 +1,10 @@
 """The logits in the softmax kernels: loading x, masks and biases, and excluding elements.
 
-A mask or a bias that is broadcast to x's rows is loaded as it is, without expanding it in memory
-(see `tiles.Operand`). A causal softmax loads vectors of 16 elements. It does not load a vector that
-lies entirely above the diagonal. It loads all elements of a vector that crosses the diagonal.
+A mask or a bias that is broadcast to x's rows is not expanded in memory: its rows are loaded where
+they are needed (see `tiles.Operand`).
+
+A causal softmax loads vectors of 16 elements. It does not load a vector that lies entirely above
+the diagonal. It loads all elements of a vector that crosses the diagonal.
 """
 
 import dataclasses
@@ -96,8 +98,8 @@ def load_logits(
             x = z
             z *= logits.scale
             if logits.scale > 1.0 or logits.scale < -1.0:
-                # A row that is masked by the lowest finite number must stay finite: with -inf in
-                # all elements, its softmax would be NaN.
+                # Users may set all elements of a row to the lowest finite number to mask them. z
+                # must stay finite there: if all elements were -inf, the row's softmax would be NaN.
                 z = tl.where(tl.abs(x) < float("inf"), tl.clamp(z, LOWEST, -LOWEST), z)
         if bias_ptr is not None:
             z += _load_shared(bias_ptr, row, col, read, cols, logits.bias).to(tl.float32)
@@ -133,7 +135,7 @@ def load_cotangent(
 
 @triton.jit
 def drop_zeros(d, y, logits: tl.constexpr):
-    """Return the cotangent d. If `drops_zeros` is set, elements with y = 0 become 0 in d."""
+    """Return the cotangent d. If `drops_zeros` is set, d is 0 in elements with y = 0."""
     if logits.drops_zeros:
         d = tl.where(y == 0.0, 0.0, d)
     return d
@@ -163,8 +165,8 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
     """Return the number of columns that must be loaded for a tile of rows.
 
     In a causal softmax, a row needs only the columns up to the diagonal. The result is then the
-    maximum of this number over the rows of the tile. In a softmax that is not causal, the result is
-    the number of all columns.
+    largest number of columns that a row of the tile needs. In other softmaxes, it is the number of
+    all columns.
     """
     end = tiling.cols
     if logits.queries > 0:
@@ -187,9 +189,9 @@ def term_of_total(y, d, logits: tl.constexpr):
 def total_of(terms, weights, logits: tl.constexpr):
     """Return each row's total (see `term_of_total`), an array `(tile_rows, 1)`.
 
-    `terms` is the elementwise sum of several tiles: the results of `term_of_total` for all blocks
-    of columns of the rows. In the same way, `weights` is the sum of the tiles of y. This function
-    adds up the columns of `terms` and, if it needs sum(y), the columns of `weights`.
+    `terms` is a tile. It is the elementwise sum of the results of `term_of_total` for all blocks of
+    columns of these rows. In the same way, `weights` is the elementwise sum of the tiles of y. This
+    function adds up the columns of `terms` and, if it needs sum(y), the columns of `weights`.
     """
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:
@@ -218,9 +220,9 @@ def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
     """Load the rows block after block, and return each row's total, an array `(tile_rows, 1)`."""
-    # If rows are unaligned, each value needs a separate address. If the end of this loop is also
-    # unknown at compile time, as in a causal softmax, the compiler would compute all addresses
-    # before the loop, and registers would spill. `disable_licm` prevents this.
+    # If rows are unaligned, each value needs a separate address. In a causal softmax, the end of
+    # this loop is unknown at compile time. The compiler then computes all addresses before the
+    # loop, and registers spill. `disable_licm` prevents this.
     is_causal: tl.constexpr = logits.queries > 0
     terms, weights = zeros(tiling), zeros(tiling)
     end = columns_of(first_row, rows, logits, tiling)

@@ -155,11 +155,10 @@ def that_count(positions_ptr, row, exists):
 
 @triton.jit
 def start(row, cols: tl.constexpr, vector: tl.constexpr):
-    """Return two numbers for each row.
+    """Return two numbers for each row: where its first block begins, and the row's start in it.
 
-    The row's first column is an element of some block. The first number is the position in the
-    array at which this block starts. The second number is the position of the row's first column
-    within the block.
+    The first number is an offset from the start of the array, a multiple of `vector`. The second
+    number is the offset of the row's first column from the start of this block.
     """
     first_col = row.to(tl.int64)[:, None] * cols
     begin = first_col // vector * vector
@@ -179,9 +178,9 @@ def over_blocks(
 ):
     """Add all blocks of a tile's rows to the sums of each thread, and return the sums.
 
-    A loop adds the blocks that lie entirely inside the rows. `counts` is a mask of the rows whose
-    results are computed. If it is False for all rows of the tile, the sums are not needed, and the
-    loop is skipped. The blocks at the ends of the rows are always added, outside of the loop.
+    A loop adds the blocks that lie entirely inside the rows. The blocks at the ends of the rows are
+    added outside of the loop. `counts` is a mask of the rows whose results are computed. If it is
+    False for all rows of the tile, the sums are not needed, and the loop is skipped.
 
     ``add(sums, of_rows, first, layout, options, tiling, is_whole)`` adds one block to the sums.
     `first` is the number of elements from the start of the first block to the start of this block.

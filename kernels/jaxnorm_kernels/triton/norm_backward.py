@@ -33,7 +33,7 @@ Each program loops over some of the rows and adds up their dscale and dbias in r
 of the programs are added outside the kernel in a fixed order. If rows are too wide for these sums
 to fit into registers, a program processes only a block of the columns of its rows. Such a program
 cannot compute c1 and c2, which are means over whole rows. So an earlier kernel computes them. If
-groups of rows have their own parameters, a program processes only rows of one group.
+groups of rows have separate parameters, a program processes only rows of one group.
 """
 
 from typing import Any
@@ -174,8 +174,9 @@ def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
 def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
     """Return (d, d * G, terms of c2, xh) for the elements of a tile; see the module docstring.
 
-    The mean of the terms of c2 over a row is c2. The argument `d` is dy. The returned d is dy,
-    multiplied by the derivative of the activation if there is one.
+    The mean of the terms of c2 over a row is c2. The argument `d` is dy, or dy * A if a gate comes
+    after the norm. The returned d is `d`, multiplied by the activation's derivative if there is an
+    activation after the norm.
     """
     g, inverse, b = params
     if norm.activation is not None:
@@ -230,7 +231,9 @@ def _norm_bwd(
     hold_params: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Store dx, and the program's partial sums of dscale and dbias; see the module docstring.
+    """Store dx, and partial sums of the parameters' gradients; see the module docstring.
+
+    With a gate or branch_scale, also store dgate or dresidual.
 
     If a program holds whole rows, it computes c1 and c2 itself, and `c1_ptr` and `c2_ptr` are None.
     Otherwise, it loads c1 and c2.

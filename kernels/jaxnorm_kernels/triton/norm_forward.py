@@ -226,12 +226,12 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """Return (x - mean, r, mean). x - mean is a tuple with one array for each tile of the row.
+    """Return (x - mean, r, mean). x - mean is a tuple with one array for each tile of the rows.
 
-    The mean is computed with a correctly rounded division. Triton's `/` has an error of up to 2
-    ulps. If all numbers of a row are equal, a mean computed with `/` could differ slightly from
-    them. The difference (x - mean) would then be a small error instead of 0. r is large in such a
-    row, so (x - mean) * r could be as large as 1.
+    The mean is computed with a correctly rounded division, because Triton's `/` has an error of up
+    to 2 ulps. With `/`, the mean of a row of equal numbers may differ slightly from these numbers.
+    x - mean is then a small error instead of 0. As r is large in such a row, (x - mean) * r may be
+    as large as 1.
     """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:

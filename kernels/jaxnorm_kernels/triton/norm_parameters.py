@@ -79,10 +79,10 @@ def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
 def of_groups(ptr, row, rows, group_rows, cols: tl.constexpr):
     """Return (pointer, offsets), with which `gain` and `effective_bias` load a parameter.
 
-    A parameter `(n, cols)` has n rows. Each of them is shared by `group_rows` rows of x. For each
-    row of a tile of x, the array of offsets has the offset of the parameter's row. Rows of the tile
-    beyond the last row of x use the parameter's last row. For a parameter `(cols,)`, the offsets
-    are None.
+    For a parameter `(cols,)`, the offsets are None. In a parameter `(n, cols)`, each of the n rows
+    is shared by `group_rows` rows of x. The offsets are then an array: for each row of the tile,
+    the offset of the parameter's row that it uses. Rows beyond the last row of x use the
+    parameter's last row.
     """
     if group_rows is None:
         parameter = (ptr, None)

@@ -80,8 +80,8 @@ class Rotation:
         table = spec.norm.table_rows
         assert table is not None
         # Neighbouring rows, usually the heads of one position, share a row of the tables. If all
-        # rows of a tile share this row, it is loaded only once for the tile. If groups of rows have
-        # their own scale, a tile never spans two groups.
+        # rows of a tile share it, it is loaded only once for the tile. If groups of rows have
+        # separate scales, a tile never spans two groups.
         *_, (run, has_axis) = table.segments or [(0, False)]
         run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
         shares = not has_axis and run % schedule.tile_rows == 0
@@ -102,8 +102,8 @@ class Rotation:
     def spans(self) -> tuple[int, ...]:
         """The *spans* of a row. A span is a range of adjacent columns that is loaded at once.
 
-        The tuple has three numbers for each span: its first column, its size, and its size rounded
-        up to a power of two.
+        The tuple has three consecutive numbers for each span: its first column, its size, and its
+        size rounded up to a power of two.
         """
         pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
         head = (0, pairs, block, pairs, pairs, block)
@@ -229,7 +229,7 @@ def _norm_rope_bwd(
 ):
     """Store dx, and the sum of d * xh over the program's rows; see the module docstring.
 
-    Each group of rows may have its own scale, so a program processes only rows of one group.
+    Groups of rows may have separate scales, so a program processes only rows of one group.
     """
     cols: tl.constexpr = tiling.cols
     tile_rows: tl.constexpr = tiling.tile_rows
@@ -330,10 +330,10 @@ def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
 
 @triton.jit
 def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
-    """Return two tuples with an array for each part of a row: G = scale + scale_offset, and 1 / G.
+    """Return two tuples: one of G = scale + scale_offset, and one of 1 / G.
 
-    The module docstring explains parts. Each array has `tile_rows` equal rows. Without a scale, the
-    entries are the number 1 instead of arrays.
+    Each tuple has an array for each part of a row (see the module docstring). An array has
+    `tile_rows` equal rows. Without a scale, the tuples have the number 1 instead of arrays.
     """
     g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
     if scale[0] is not None:

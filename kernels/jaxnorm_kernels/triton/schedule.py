@@ -23,15 +23,14 @@ dtypes that occur in models, each pass with several lines. Triton 3.9 compiled t
 9edf233 for an A100 (sm_80, 163 KiB of shared memory). One H100 ran them. Persistent programs were
 timed twice, with an A100's grid and with an H100's grid. With the present tables, no pass of a
 model takes more than 1.03 times as long as with the tables of that commit. A comment above a line
-names the passes that would take over 3 % longer with a neighbouring line.
+names the passes for which the schedule of a neighbouring line takes over 3 % longer.
 
-These were not timed: softmaxes of 5120 to 6144 and of 12288 columns, the backward pass of RMSNorm
-of 12288 columns, and calls with two norms of more than 5376 columns.
+These calls were not timed: softmaxes of 5120 to 6144 columns or of 12288 columns; the backward pass
+of RMSNorm of 12288 columns; and calls with two norms of more than 5376 columns.
 
 Cross-entropies have no table. Their schedules are computed by a rule, and kernels with these
-schedules were timed as well. If all their programs had 8 warps instead, `log_prob_and_entropy`
-would take 1.04 times as long for 32000 classes, and 1.05 times as long for 256 rows of 128256
-classes.
+schedules were timed as well. With 8 warps in all programs, `log_prob_and_entropy` takes 1.04 times
+as long for 32000 classes, and 1.05 times as long for 256 rows of 128256 classes.
 """
 
 import dataclasses
@@ -61,7 +60,7 @@ class Schedule:
 
     Attributes:
       block: the number of columns in a tile, a power of two.
-      pieces: the number of tiles that a program holds at once. They lie side by side in the same
+      pieces: the number of tiles that a program holds at once. They are adjacent parts of the same
         rows. If they do not contain the whole rows, the program loops over all tiles of the rows.
       warps: the number of warps (of 32 threads) in a program.
       tile_rows: the number of rows in a tile, a power of two.
@@ -121,8 +120,8 @@ class Schedule:
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
         """Return (number of column blocks, number of persistent programs for each column block).
 
-        In the backward pass of a norm, groups of rows may have their own parameters. Separate
-        programs then process each group, and the second number counts the programs of one group.
+        In the backward pass of a norm, groups of rows may have separate parameters. Each group is
+        then processed by separate programs, and the second number counts the programs of a group.
         """
         groups = spec.groups if spec.direction == "bwd" else 1
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
@@ -192,24 +191,21 @@ class Line:
 SOFTMAX_FORWARD = (
     # With this line and the next, a thread holds up to 32 values in 64 registers. For float32 rows
     # with a mask, a bias and a causal mask, 40 bytes per thread spill. Still, 4 warps per program
-    # are faster than 8: with 8 warps, 1024 causal columns would take 1.42 times as long, and 4096
-    # causal columns 1.08 times as long.
+    # are faster than 8. With 8 warps, a causal softmax takes 1.42 times as long for 1024 columns,
+    # and 1.08 times for 4096.
     Line(4096, warps=4, per_sm=8, share=2048),
-    # With the schedule of the next line, 8192 columns of 16 bits would take 1.20 times as long as
-    # with this line.
+    # For 8192 columns of 16 bits, the schedule of the next line takes 1.20 times as long.
     Line(8192, warps=8, per_sm=4),
     Line(32768, warps=32, per_sm=1),
     # This line of the table and the two lines after it have `looped=True`: a program loads each row
     # twice. The second load hits the L2 cache, which has room for all rows that are being
     # processed.
     #
-    # This line is for unaligned rows, in which each value needs a separate address. With the
-    # schedule of the next line, 50257 columns (GPT-2) would take 1.25 times as long as with this
-    # line, because a thread would have 16 values instead of 8, and registers would spill. With 32
-    # warps instead of 16, they would take 1.09 times as long as with this line.
+    # This line is for unaligned rows, in which each value needs a separate address. For 50257
+    # columns (GPT-2), the schedule of the next line takes 1.25 times as long: a thread has 16
+    # values instead of 8, and registers spill. 32 warps instead of 16 take 1.09 times as long.
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True, itemsize=2),
-    # With the schedule of the next line, 128256 columns (Llama 3) would take 1.08 times as long as
-    # with this line.
+    # For 128256 columns (Llama 3), the schedule of the next line takes 1.08 times as long.
     Line(None, warps=16, per_sm=2, values=16, looped=True, itemsize=2),
     Line(None, warps=32, per_sm=1, looped=True),
 )
@@ -218,8 +214,8 @@ SOFTMAX_FORWARD = (
 # tiles of a row, a thread has only 8 values of a tile, because the addresses of the additional
 # arrays take registers. In unaligned rows, each value even needs a separate address in each array.
 # For these rows, an SM therefore runs only one program of 16 warps at a time, so that each thread
-# can have 128 registers. With 32 warps, a thread would have only 64 registers, and 50257 masked
-# columns of 16 bits would take 1.18 times as long.
+# can have 128 registers. With 32 warps, a thread has only 64 registers, and a masked softmax of
+# 50257 columns of 16 bits takes 1.18 times as long.
 LOGITS_FORWARD = (
     *SOFTMAX_FORWARD[:3],
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
@@ -227,20 +223,18 @@ LOGITS_FORWARD = (
 )
 
 SOFTMAX_BACKWARD = (
-    # With the schedule of the next line, 1024 causal columns would take 1.18 times as long, and
-    # 2048 causal columns 1.10 times as long as with this line.
+    # For a causal softmax, the schedule of the next line takes 1.18 times as long with 1024
+    # columns, and 1.10 times with 2048.
     Line(2048, warps=4, per_sm=8, share=1024),
-    # With the schedule of the next line, 4096 causal columns would take 1.09 times as long as with
-    # this line.
+    # For a causal softmax of 4096 columns, the schedule of the next line takes 1.09 times as long.
     Line(6144, warps=8, per_sm=4),
-    # With the schedule of the next line, 8192 columns of 16 bits would take 1.22 times as long as
-    # with this line.
+    # For 8192 columns of 16 bits, the schedule of the next line takes 1.22 times as long.
     Line(8192, warps=16, per_sm=2),
     # An SM runs one program at a time, so that the second load of y and dy hits the L2 cache: it
-    # has room for one row of each array per SM. The program has 32 warps. With 16, registers would
-    # spill in unaligned rows, where each value needs a separate address, and 50257 columns (GPT-2)
-    # would take 1.20 to 1.85 times as long. With Triton 3.7, registers spill even with 32 warps;
-    # with 3.9, they do not.
+    # has room for one row of each array per SM. The program has 32 warps. With 16, registers spill
+    # in unaligned rows, where each value needs a separate address, and 50257 columns (GPT-2) take
+    # 1.20 to 1.85 times as long. With Triton 3.7, registers spill even with 32 warps; with 3.9,
+    # they do not.
     Line(None, warps=32, per_sm=1, looped=True),
 )
 
@@ -248,14 +242,11 @@ SOFTMAX_BACKWARD = (
 # the same row of the bias, and accumulate the gradient of the bias. A thread has 128 registers.
 # They hold 16 values of each of three arrays, and the addresses.
 SOFTMAX_BIAS_BACKWARD = (
-    # With the schedule of the next line, 1024 columns would take 1.10 times as long as with this
-    # line.
+    # For 1024 columns, the schedule of the next line takes 1.10 times as long.
     Line(2048, warps=4, per_sm=4, share=1024, stages=3),
-    # With the schedule of the next line, 4096 columns would take 1.08 times as long as with this
-    # line.
+    # For 4096 columns, the schedule of the next line takes 1.08 times as long.
     Line(4096, warps=8, per_sm=2, stages=2),
-    # With the schedule of the next line, 8192 columns would take 1.32 times as long as with this
-    # line.
+    # For 8192 columns, the schedule of the next line takes 1.32 times as long.
     Line(8192, warps=16, per_sm=1, stages=2),
     # For longer rows, a program processes only one tile of each row. Its registers have room for
     # the bias gradient of only one tile. Such a program cannot compute the totals of whole rows, on
@@ -268,31 +259,29 @@ SOFTMAX_BIAS_BACKWARD = (
 NORM_FORWARD = (
     # LayerNorm has two parameters, and its threads exchange sums twice per row. This makes
     # persistent programs faster: they load the parameters only once, and prefetch rows during the
-    # exchanges. With the schedule of the next line, 768 and 1280 columns would take 1.10 to 1.14
-    # times as long, and 1600 columns (GPT-2) 1.04 times as long as with this line. If groups of
-    # rows have their own parameters, this line cannot prefetch. It is still faster: with the
-    # schedule of the next line, 1152 columns (DiT) would take 1.21 times as long.
+    # exchanges. The schedule of the next line takes 1.10 to 1.14 times as long for 768 and for 1280
+    # columns, and 1.04 times for 1600 columns (GPT-2). If groups of rows have separate parameters,
+    # programs cannot prefetch. Still, the schedule of the next line takes 1.21 times as long for
+    # 1152 columns (DiT).
     Line(1600, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
     # A thread has up to 24 values, so that enough bytes are in flight even if the elements have
-    # only 16 bits. With 8 warps instead of 4, 2304 columns would take 1.05 times as long, and
-    # LayerNorm of 2048 columns 1.15 times as long.
+    # only 16 bits. 8 warps instead of 4 take 1.05 times as long for 2304 columns, and 1.15 times
+    # for LayerNorm of 2048 columns.
     Line(3072, warps=4, per_sm=8, share=2048),
-    # With the schedule of the next line, a norm of 4096 columns with a gate would take 1.09 times
-    # as long as with this line. A call with two norms of 3584 columns would take 1.10 times as
-    # long, although 28 bytes per thread spill with this line. Float32 or unaligned rows would spill
-    # more, so this line is not for them.
+    # The schedule of the next line takes 1.09 times as long for a norm of 4096 columns with a gate.
+    # It takes 1.10 times as long for a call with two norms of 3584 columns, although 28 bytes per
+    # thread spill with this line. Float32 or unaligned rows spill more, so this line is not for
+    # them.
     Line(4096, warps=4, per_sm=8, itemsize=2, unaligned=False),
-    # With the schedule of the previous line, a call with two norms of 5120 columns would take 1.25
-    # times as long as with this line, because 120 bytes per thread would spill. The schedule of the
-    # next line is slower than this line, too: a call with two norms of 5376 columns would take 1.13
-    # times as long, and LayerNorm of 5120 columns 1.47 times as long.
+    # For a call with two norms of 5120 columns, the schedule of the previous line takes 1.25 times
+    # as long, because 120 bytes per thread spill. The schedule of the next line takes 1.13 times as
+    # long for a call with two norms of 5376 columns, and 1.47 times for LayerNorm of 5120 columns.
     Line(6144, warps=8, per_sm=4, values=4),
-    # With the schedule of the next line, LayerNorm of 12288 columns would take 1.26 times as long
-    # as with this line.
+    # For LayerNorm of 12288 columns, the schedule of the next line takes 1.26 times as long.
     Line(16384, warps=16, per_sm=2, values=4),
-    # For rows of more than 16384 columns. A thread has 8 values of a tile. With 16, registers
-    # would spill if the call has a residual. Without a residual, 16 values would take only 0.84
-    # times as long as 8 values, but no known model has norms of so many columns.
+    # For rows of more than 16384 columns. A thread has 8 values of a tile. With 16, registers spill
+    # if the call has a residual. Without a residual, 16 values take only 0.84 times as long as 8,
+    # but no known model has norms of more than 16384 columns.
     Line(None, warps=16, per_sm=2, looped=True),
 )
 
@@ -302,27 +291,24 @@ NORM_BACKWARD = (
     # parameter and of each parameter's gradient.
     Line(1024, warps=4, per_sm=4, share=1024, stages=4),
     # This line is for rows of up to 1280 columns, such as 1152 or 1280. The schedule of the next
-    # line has tiles of 1024 columns. The second tile of such a row would leave most threads idle,
-    # and the row would take 1.03 to 1.47 times as long. However, LayerNorm spills 16 bytes per
-    # thread with this line. Float32 or unaligned rows would spill more, and be slower than with the
-    # next line. Therefore this line is not for them.
+    # line has tiles of 1024 columns. The second tile of such a row leaves most threads idle, so the
+    # row takes 1.03 to 1.47 times as long. However, LayerNorm spills 16 bytes per thread with this
+    # line. Float32 or unaligned rows spill more, and are slower than with the next line. Therefore
+    # this line is not for them.
     Line(1280, warps=4, per_sm=4, stages=4, itemsize=2, unaligned=False),
-    # With the schedule of the next line, LayerNorm of 2560 columns would take 1.12 times as long as
-    # with this line.
+    # For LayerNorm of 2560 columns, the schedule of the next line takes 1.12 times as long.
     Line(3072, warps=8, per_sm=2, values=4, stages=4),
-    # With the schedule of the previous line, 4096 columns would take 1.05 to 1.12 times as long as
-    # with this line. With 16 warps instead of 8, they would take 1.15 times as long.
+    # For 4096 columns, the schedule of the previous line takes 1.05 to 1.12 times as long. 16 warps
+    # instead of 8 take 1.15 times as long.
     Line(4096, warps=8, per_sm=2, stages=3, itemsize=2),
-    # With the schedule of the next line, 5120 columns would take 1.09 to 1.15 times as long as with
-    # this line.
+    # For 5120 columns, the schedule of the next line takes 1.09 to 1.15 times as long.
     Line(5120, warps=8, per_sm=2, values=4, stages=4, mean=False),
     Line(8192, warps=16, per_sm=1, values=16, stages=3),
     # This line is only for RMSNorm. Registers hold all sums but not the scale, which is loaded from
     # the L1 cache. Rows of 8193 to 12288 columns, to which this line applies, were not timed.
     Line(12288, warps=16, per_sm=1, hold_params=False, mean=False),
-    # With this line, 64 to 128 bytes per thread spill. With the schedule of the next line, rows
-    # would be loaded twice, and 16384 columns would take 1.33 to 1.52 times as long as with this
-    # line.
+    # With this line, 64 to 128 bytes per thread spill. The schedule of the next line loads rows
+    # twice, and takes 1.33 to 1.52 times as long for 16384 columns.
     Line(16384, warps=32, per_sm=1, values=16, hold_params=False, mean=False),
     # A program processes only one piece (a range of columns) of each row. Its registers have room
     # for the parameters' gradients of only one piece. Such a program cannot compute the means over
@@ -334,19 +320,18 @@ NORM_BACKWARD = (
 # several rows at once.
 NORM_ROPE_FORWARD = (
     # A thread has 16 values in two 16-byte loads: the first columns of 8 pairs in one load, and the
-    # second columns of these pairs in the other. With the schedule of the next line, 64 and 128
-    # columns would take 1.03 to 1.04 times as long as with this line. For 256 columns, the next
-    # line is better: it takes 0.89 times as long.
+    # second columns of these pairs in the other. The schedule of the next line takes 1.03 to 1.04
+    # times as long for 64 and for 128 columns, but only 0.89 times as long for 256 columns.
     Line(128, warps=4, per_sm=8, share=2048, itemsize=2),
     # A thread has 16 values if they have 16 bits, but only 8 if they have 32 bits: the number of
-    # bytes is the same. With 16 values of 32 bits, registers would spill if only some of the
-    # columns are rotated.
+    # bytes is the same. With 16 values of 32 bits, registers spill if only some of the columns are
+    # rotated.
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 
 # Persistent programs loop over the rows, as in the backward pass of other norms. A thread has 8
-# values of each array. With 16, shared memory would have room for only 2 tiles instead of 4, and
-# bfloat16 would take 1.06 to 1.12 times as long.
+# values of each array. With 16, shared memory has room for only 2 tiles instead of 4, and bfloat16
+# takes 1.06 to 1.12 times as long.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=1024, stages=4),)
 
 _TABLES = {
@@ -393,9 +378,8 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 
 # A thread of a cross-entropy holds 16 values of a row. In the backward pass of a divergence, a
 # thread holds 8 values of the teacher's row and 8 of the student's. With all intermediate results,
-# a thread needs 64 registers. A program reduces a row in blocks. While the program of a cross-
-# entropy reduces one block, it loads the next ones: 2 blocks of 16-bit elements, or 1 block of
-# 32-bit elements.
+# a thread needs 64 registers. A program reduces a row in blocks. In a cross-entropy, it also loads
+# the next blocks at the same time: 2 blocks of 16-bit elements, or 1 block of 32-bit elements.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
 # A program has _LOSS_WARPS warps by default, and at most _MOST_LOSS_WARPS. By default, programs are
@@ -407,8 +391,8 @@ _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
 #
 # The forward pass of a divergence computes more for each element. So its programs stay small unless
 # there are few rows. Its threads hold 32 bytes of each of the two rows, and do not load ahead. With
-# the rules of a cross-entropy, 16-bit logits would take 1.18 times as long over 32768 columns, 1.08
-# times over 128256 and 1.18 times over 50257. 32-bit logits would take 0.98 of the time (H100).
+# the rules of a cross-entropy, 16-bit logits take longer on an H100: 1.18 times as long with 32768
+# or 50257 columns, and 1.08 times with 128256. 32-bit logits take 0.98 times as long.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 _DIVERGENCE_BYTES_OF_A_THREAD = 32
 
@@ -445,13 +429,13 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
-    """Return how many adjacent elements of a row a thread of a loss kernel loads at once.
+    """Return the number of adjacent elements of a row that a thread of a loss kernel loads at once.
 
-    These elements have at most 16 bytes in the widest dtype of the operands. If their number does
+    In the widest dtype of the operands, these elements have at most 16 bytes. If their number does
     not divide the row length, a row may start at an unaligned address. The kernel then starts to
-    load the row at the last aligned address before it. A row that is shorter than two blocks of
-    `schedule.block` columns is not loaded in this way. For such rows, the number is reduced, if
-    necessary, until it divides the row length.
+    load the row at the last aligned address before it. Rows that are shorter than two blocks of
+    `schedule.block` columns are loaded from their start. For them, the number always divides the
+    row length.
     """
     widest = max(dtype.itemsize for dtype in spec.operand_dtypes)
     most = min(_VECTOR // widest, schedule.block)
@@ -476,9 +460,9 @@ def _table(spec: Spec) -> tuple[Line, ...]:
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
-    """Return the number of rows of a tile. It is a power of two and at most `most`.
+    """Return the number of rows of a tile: a power of two, which is at most `most`.
 
-    It is also so small that the tiles are spread over all SMs.
+    If there are few rows, the number is smaller, so that the tiles are spread over all SMs.
     """
     rows = math.ceil(spec.rows / gpu.sms)
     if spec.direction == "bwd":

@@ -14,8 +14,8 @@ rounded to 0.
 
 If registers have room for whole rows, rows are held there. Wider rows are loaded twice, one block
 of columns after another. The second load is mostly served from the L2 cache. During the first load,
-m is the maximum of the blocks so far, and s is their sum of exp(z - m). A new block z changes them
-to (Milakov, Gimelshein 2018):
+m is the maximum of the blocks so far, and s is their sum of exp(z - m). With a new block z, they
+become (Milakov, Gimelshein 2018):
 
     m' = max(m, max(z))                     s' = s exp(m - m') + sum(exp(z - m'))
 """
@@ -260,11 +260,11 @@ class Programs:
       col_blocks: the number of blocks into which the columns are divided.
       bias_tiles: the number of parts into which the rows of the bias are divided. A program
         processes only rows of x that use the rows of one part.
-      splits: the number of programs among which the rows of x that share a row of the bias are
-        divided.
-      each: for each row of the bias, the number of rows of x that one program processes.
-      tile_shares: True if all rows of a tile of x use the same row of the bias, False if each of
-        them uses a different row of the bias.
+      splits: the number of programs that share the work for a row of the bias. The rows of x that
+        use this row are divided among them.
+      each: the number of rows of x that one program processes for each of its rows of the bias.
+      tile_shares: True if all rows of a tile of x use the same row of the bias, False if each row
+        of the tile uses a different row of the bias.
     """
 
     col_blocks: int
@@ -307,8 +307,8 @@ def softmax_bwd_bias(
 
     Args:
       y, dy: arrays `(rows, cols)`.
-      mask: an array `(m, cols)` or `(m, 1)`, in which several rows of x may share one of m rows;
-        None if the kernel does not read the mask.
+      mask: an array `(m, cols)` or `(m, 1)`, each of whose m rows may be shared by several rows of
+        x; None if the kernel does not read the mask.
     """
     shared = spec.softmax.logits_bias_rows
     assert shared is not None  # `why_unsupported` refuses calls for which this mapping is None

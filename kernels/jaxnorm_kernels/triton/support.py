@@ -17,8 +17,8 @@ _MOST = 2**31 - 2**21
 # heads. There is no schedule for wider heads.
 _MOST_ROTATED = 1024
 
-# The minimum number of columns of a block in the backward pass of a cross-entropy. The first and
-# the last block of a row may have fewer columns.
+# The minimum number of columns of a block in the backward pass of a cross-entropy. Only the first
+# and the last block of a row may have fewer columns.
 _LOSS_BLOCK = 2048
 
 
@@ -125,7 +125,7 @@ def loss_block(spec: Spec) -> int:
     """Return the minimum number of columns of a block in the backward pass of a loss.
 
     The first and the last block of a row may have fewer columns. A divergence reads two rows, the
-    student's and the teacher's, so its blocks have half as many columns as those of other losses.
+    student's and the teacher's, so its blocks have half the number of columns.
     """
     return _LOSS_BLOCK // len(spec.operand_dtypes)
 

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared
 
-# If the maximum m of a block is smaller than this number, m is set to this number. So if a block
-# contains only -inf, exp(x - m) is 0. With m = -inf, it would be NaN, because -inf - -inf is NaN.
+# The maximum m of a block is raised to this number if it is smaller. So if a block contains only
+# -inf, exp(x - m) is 0. With m = -inf, x - m = -inf + inf and its exponential would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -26,7 +26,7 @@ class Tiling:
       cols: the number of columns of a row.
       tile_rows: the number of rows of a tile, a power of two.
       block: the number of columns of a tile, a power of two.
-      pieces: the number of tiles that a program holds at once. They lie side by side in the same
+      pieces: the number of tiles that a program holds at once. They are adjacent parts of the same
         rows.
     """
 
@@ -133,9 +133,9 @@ def rounded_like(x, ptr):
 # ------------------------------------------------------------- operands that are broadcast to rows
 
 
-#: A rule that converts a flat index of one array to a flat index of another. It has three numbers
-#: for each axis of the first array: (stride, size, new stride). The position on this axis is index
-#: // stride % size. The new index is the sum of position * new stride over all axes.
+#: A rule that converts a flat index of one array to a flat index of another. It has three
+#: consecutive numbers for each axis: stride, size and new stride. The position on this axis is
+#: index // stride % size. The new index is the sum of position * new stride over all axes.
 Digits = tuple[int, ...]
 
 

@@ -22,9 +22,9 @@ Differences of logits are then computed by `f_times`, which multiplies a differe
 Gradients of z are converted to gradients of x by `times_slope`, which multiplies by the derivative
 dz / dx.
 
-m and log(s) are saved separately, because their sum lse would round log(s) away if logits are
-large. Results depend only on the sum of both, so the cotangent of lse is passed as the cotangent of
-log(s).
+m and log(s) are saved separately: if logits are large, rounding the sum lse = m + log(s) loses most
+digits of log(s). As results depend only on this sum, the cotangent of lse is passed as the
+cotangent of log(s).
 
 If the label is nearly certain, lse - x_l is the small difference of two large numbers. To keep it
 accurate, log(s) is computed as log1p(s - 1). With D = m - x_l, the label's term of s is exp(-D).
@@ -58,8 +58,8 @@ If t is the tangent of x, the tangent of y is t_l - sum(p t), and the tangent of
 + H) t).
 
 Both results are 0 in a row without an entry. If the label is not one of the columns, y is NaN, and
-so is dx unless a is 0. The entropy is not affected. In its computation, column 0 takes the role of
-the label.
+so is dx unless a is 0. The entropy does not depend on the label: if the label is not a column,
+column 0 takes its place in the computation.
 """
 
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     is_class, label = label >= 0, jnp.maximum(label, 0)
     at_label = columns(x.shape, spec) == label
     masked_x = x if mask is None else jnp.where(mask, x, -jnp.inf)
-    # x need not be converted first, because the maximum is exact in the dtype of x.
+    # x need not be converted to the arithmetic dtype first: the maximum is exact in x's dtype.
     m = row_max(masked_x, spec).astype(spec.compute_dtype)
     has_entry = None if mask is None else row_any(mask, x, spec)
     if positions is not None:
@@ -271,8 +271,8 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
         """Return e * depth for e = exp(depth). If the depth is -inf, return 0, not NaN.
 
-        `jnp.maximum` makes the depth finite. `jnp.where` would have the same effect, but XLA on a
-        CPU would store the result of the comparison in memory, which is slow (see `label_sums`).
+        `jnp.maximum` makes the depth finite. `jnp.where` has the same effect but is slow on a CPU,
+        where XLA stores the result of the comparison in memory (see `label_sums`).
         """
         return e * jnp.maximum(depth, _NO_TERM)
 
@@ -283,8 +283,8 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
     def beside_the_backward() -> jax.Array:
         """Return T (see `_exponents`), computed in the way that is fastest on a CPU.
 
-        Without the barrier, XLA would store x - m in the forward pass in order to reuse it in the
-        backward pass.
+        Without the barrier, XLA stores x - m in the forward pass and reuses it in the backward
+        pass.
         """
         of_all = depth(*lax.optimization_barrier((masked_x, m)))
         if not (spec.has_stats and shares_exponentials(spec)):

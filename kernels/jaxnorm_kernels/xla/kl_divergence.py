@@ -86,9 +86,9 @@ class _Logits(NamedTuple):
 
 
 def _logits(x: jax.Array, cap: float | None, scale: jax.Array | None, spec: Spec) -> _Logits:
-    """Return the logits of x.
+    """Return the logits z of the input x.
 
-    `scale` is an array with a number for each row. None means that the scale is the static number
+    `scale` is an array with a number for each row. If it is None, the scale is the static number
     `LogitsOptions.logits_scale`.
     """
     slope = scale_of(scale, spec)
@@ -107,12 +107,12 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
     for x, cap in _inputs(student, teacher, spec):
         z = _logits(x, cap, operands.logits_scale, spec)
         masked_x = z.g if mask is None else jnp.where(mask, z.g, -jnp.inf)
-        # g need not be converted first, because the maximum is exact in the dtype of g.
+        # g need not be converted to the arithmetic dtype first: the maximum is exact in g's dtype.
         m = row_max(masked_x, spec).astype(spec.compute_dtype)
         if mask is not None or positions is not None:
             m = jnp.where(has_entry, m, 0)
-        # Without this barrier, XLA on a CPU would fuse the differences g - m with the maximum m,
-        # and store the array of differences in memory.
+        # Without this barrier, XLA on a CPU fuses the differences g - m with the maximum m, and
+        # stores the array of differences in memory.
         m = on_cpu(lax.optimization_barrier, m)
         found.append((_Depths(z.below(m, mask), z.factor), m))
     (d_q, m_q), (d_p, m_p) = found
@@ -134,20 +134,19 @@ def kl_divergence_fwd(operands: Operands, spec: Spec) -> Results:
 def _inputs(
     x: jax.Array, teacher: jax.Array, spec: Spec
 ) -> tuple[tuple[jax.Array, float | None], tuple[jax.Array, float | None]]:
-    """Return two pairs: the logits and the cap of the student, then those of the teacher."""
+    """Return two pairs (logits, cap): first of the student, then of the teacher."""
     if spec.loss.teacher_softcap is not None:
-        # If the teacher's logits are constants of the program, XLA would evaluate their tanh at
-        # compile time. It would be rounded differently than the student's tanh.
+        # If the teacher's logits are constants of the program, XLA evaluates their tanh at compile
+        # time, and rounds it differently than the student's tanh. The barrier prevents this.
         teacher = lax.optimization_barrier(teacher)
     return (x, spec.loss.logit_softcap), (teacher, spec.loss.teacher_softcap)
 
 
 def _has_entry(operands: Operands, spec: Spec) -> jax.Array:
-    """Return a mask of the rows that take part in the results.
+    """Return a mask of the rows whose divergence is computed.
 
-    These rows have at least one unmasked class, and ``positions`` does not exclude them.
-
-    The normalised axes have size 1 in the result.
+    These rows have at least one unmasked class, and ``positions`` does not exclude them. The
+    normalised axes have size 1 in the result.
     """
     is_empty = isinstance(spec.cols, int) and spec.cols == 0
     some = jnp.asarray(not is_empty)
@@ -178,8 +177,8 @@ class _Depths(NamedTuple):
 def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
     """Return the depths `first` minus the depths `second` (a depth is z - max(z) for a logit z).
 
-    If two logits and their caps are equal, the difference is exactly 0. No rounding or fusion by
-    the compiler changes this.
+    If two logits and their caps are equal, the difference is exactly 0, regardless of how the
+    compiler rounds or fuses operations.
     """
     if spec.loss.logit_softcap == spec.loss.teacher_softcap:
         return times(first.below - second.below, first.factor)
@@ -189,22 +188,24 @@ def _differences(first: _Depths, second: _Depths, spec: Spec) -> jax.Array:
 def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
     """Return four sums over each row: sum(e_P * u), sum(e_Q - e_P), s_P and s_Q.
 
-    `first` are the depths of P, and `second` those of Q. The module docstring defines the symbols.
+    `first` has the depths of P, and `second` has the depths of Q. The module docstring defines the
+    symbols.
     """
     e_first, e_second = jnp.exp(first.of_z), jnp.exp(second.of_z)
     u = _differences(first, second, spec)
-    # If the computed e_P is 0, u may be infinite, and the product would be NaN. Only a Q of 0 (not
-    # one that is rounded to 0) makes the divergence infinite, and only if P is not 0.
+    # If e_P is 0, the term is 0: u may be infinite, and e_P * u would be NaN. There is one
+    # exception: the term is infinite if Q is exactly 0 (its depth is -inf) and P is not, even if
+    # e_P is rounded to 0.
     of_ratio = jnp.where(e_first == 0, 0, e_first * u)
     is_infinite = (second.below == -jnp.inf) & (first.below != -jnp.inf)
     of_ratio = jnp.where(is_infinite, jnp.inf, of_ratio)
     is_small = jnp.abs(u) < _SMALL
     near = e_first * jnp.expm1(jnp.where(is_small, -u, 0))
     difference = jnp.where(is_small, near, e_second - e_first)
-    # XLA computes these sums in one pass over the logits on an A100, an L4 and an H100. With
-    # `fused_row_sums`, it would store the exponentials of 16-bit logits on an H100. On an H200, or
-    # with caps, it stores float32 arrays in either case: from its model of the GPU, it concludes
-    # that this takes less time than computing the exponentials (or tanh) again.
+    # With `row_sums`, XLA computes these sums in one pass over the logits on an A100, an L4 and an
+    # H100. With `fused_row_sums`, it stores the exponentials of 16-bit logits on an H100. On an
+    # H200, or with caps, it stores float32 arrays with either function: according to its cost
+    # model, this takes less time than recomputing the exponentials (or tanh).
     return row_sums([of_ratio, difference, e_first, e_second], spec)
 
 

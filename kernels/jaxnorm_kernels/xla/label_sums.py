@@ -7,12 +7,12 @@ and j is a column. The main sum is over all columns but the label's:
 
 To leave out the label's term, every column is compared with the label. On a GPU, XLA fuses the
 comparison and the exponential into the reduction. On a CPU, XLA calls a fast library function for
-each sum. It fuses arithmetic into this call, but not comparisons: it would store their results in
-an array of x's size.
+each sum. It fuses arithmetic into this call, but not comparisons, whose results it stores in an
+array of x's size.
 
-To avoid this on a CPU, a row is reshaped to a matrix, if its length has a suitable divisor. The
-columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label, and
-m in all other lanes. With m_lane in place of m, all exponentials of the label's lane are 0. A
+To avoid this array on a CPU, a row is reshaped to a matrix if its length has a suitable divisor.
+The columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label,
+and m in all other lanes. With m_lane in place of m, all exponentials of the label's lane are 0. A
 second sum adds the lane's elements, except for the label:
 
     others = sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
@@ -63,10 +63,11 @@ Scale = float | jax.Array
 
 
 def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
-    """Return the scale of a call's logits: a static number, or an array.
+    """Return the scale of a call's logits: a static number, or an array that broadcasts to x.
 
-    `operand` is the call's operand `logits_scale`, an array with one number for each row, or None.
-    If it is an array, the result has additional axes of size 1 in place of the normalised axes.
+    `operand` is the call's operand `logits_scale`. If it is None, the scale is the static number.
+    Otherwise, it has one number for each row, and the result also has the normalised axes, with
+    size 1.
     """
     if operand is None:
         return spec.logits.logits_scale
@@ -129,8 +130,8 @@ def times(v: jax.Array, factor: Scale) -> jax.Array:
 # _LONGEST elements, and there are at least _LANES lanes. Short lanes have a disadvantage: there are
 # many of them, and each has a copy of the row's maximum m. Long lanes have a different
 # disadvantage: the lane of the label is gathered from each row, which is slow for a long lane. The
-# optima measured on an x86 CPU with 2 cores are lanes of 16 elements for 1024 and 8192 columns, and
-# 32 for 128256.
+# optima measured on an x86 CPU with 2 cores are lanes of 16 elements for rows of 1024 and of 8192
+# columns, and lanes of 32 elements for rows of 128256 columns.
 _SHORTEST, _PREFERRED, _EXPONENT, _LONGEST, _LANES = 8, 16, 0.3, 2048, 32
 # The terms of a lane with at most this many elements are added one by one. XLA fuses these
 # additions with the arithmetic before and after them, whereas it calls a library for `jnp.sum`.
@@ -154,8 +155,8 @@ def label_sums(
     * only with label smoothing: sum(x - m)
 
     Args:
-      x: logits, of any dtype. Each sum converts them to the arithmetic dtype separately, because
-        XLA on a CPU would store a conversion that several sums share.
+      x: logits, or g(x) if the logits are z = f * g(x), in any dtype. Each sum converts them to the
+        arithmetic dtype separately. If sums shared a conversion, XLA on a CPU would store it.
       masked_x: x, with -inf in masked columns.
       m: the maximum of `masked_x`, in the arithmetic dtype. The results have this dtype too.
       label: the column of the row's label. If it is -1, the results are arbitrary.
@@ -191,7 +192,7 @@ def label_sums(
         return [
             others,
             *(at_column(v, index).astype(wide) for v in picked),
-            # Without the barrier, XLA would store x - m in order to reuse it in the backward pass.
+            # Without the barrier, XLA stores x - m and reuses it in the backward pass.
             *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
 
@@ -202,8 +203,8 @@ def label_sums(
 def shares_exponentials(spec: Spec) -> bool:
     """Return True if forward and backward pass share one array of exponentials on a CPU.
 
-    A call with ``positions`` cannot share the array: the derivatives of excluded rows must be 0,
-    but their exponentials may be NaN.
+    A call with ``positions`` does not share the array: exponentials of excluded rows may be NaN,
+    but the derivatives of these rows must be 0.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions

@@ -7,9 +7,9 @@
 
 x is a row of logits with the probabilities p, the entropy H and the columns j. [j = l_i] is 1 in
 column l_i and 0 elsewhere. a_i is the cotangent of y_i, and b is the cotangent of H. m and s are
-defined as in `cross_entropy`. log(s) is computed as there, but the column of the largest logit
-takes the role of the label. A nearly certain label is in this column, so its log-probability is
-accurate.
+defined as in `cross_entropy`. log(s) is computed as in `cross_entropy`, but the column of the
+largest logit takes the role of the label. A nearly certain label is in this column, so its
+log-probability is accurate.
 
 If a label is not a column of the row, its y_i is NaN. The gradient of the row is then NaN too,
 unless the cotangent a_i is 0.
@@ -173,7 +173,7 @@ def _spread(a: jax.Array, labels: jax.Array, shape: tuple[int, ...], spec: Spec)
     is_small = is_number and count <= _COMPARED
     if not is_small and spec.axes == (-1,) and not spec.cols_over:
         rows = [lax.broadcasted_iota(jnp.int32, a.shape, axis) for axis in range(a.ndim - 1)]
-        # # The scatter drops an index beyond the columns. Use such an index for a label of -1.
+        # The scatter drops an index beyond the columns. Use such an index for a label of -1.
         index = (*rows, jnp.where(labels < 0, shape[-1], labels))
         return jnp.zeros(shape, a.dtype).at[index].add(a, mode="drop")
     columns = cross_entropy.columns(shape, spec)

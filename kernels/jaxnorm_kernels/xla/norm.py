@@ -158,9 +158,8 @@ def _rounded(v: jax.Array, dtype: str) -> jax.Array:
 
     Casting v to `dtype` and back is not reliable: XLA may remove both casts
     (`xla_allow_excess_precision`) in the forward pass but not in the backward pass. XLA never
-    removes `reduce_precision`, but this operation flushes subnormal numbers to 0. Subnormal numbers
-    are common in float16. So they are rounded to multiples of the smallest subnormal number
-    instead.
+    removes `reduce_precision`, but this operation flushes subnormal numbers to 0. In float16, they
+    are common. So subnormal numbers are rounded to multiples of the smallest one instead.
     """
     info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
     if info.bits >= own.bits:
@@ -302,7 +301,7 @@ def _unrounded(norm: Spec) -> Spec:
 
 
 def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
-    """Return two `Residuals`: those of the norm of x, and those of the norm of h."""
+    """Return the `Residuals` of the norm of x, and the `Residuals` of the norm of h."""
     rstd, next_rstd = residuals.stats
     first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
     return first, Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
@@ -317,9 +316,9 @@ def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
 def _stored(dx: jax.Array, spec: Spec) -> jax.Array:
     """Return dx, the gradient of a residual stream, as an array that XLA stores.
 
-    A matmul and the next norm's backward pass read dx. If dx has 16 bits, XLA would remove the next
-    norm's cast to float32 together with the cast to 16 bits, and compute dx a second time, in
-    float32, from everything that dx depends on.
+    A matmul and the next norm's backward pass load dx. Suppose that dx has 16 bits. Without the
+    barrier, XLA removes the next norm's cast to float32 together with the cast to 16 bits. It then
+    computes dx a second time, in float32, from all arrays that dx depends on.
     """
     return dx if dx.dtype == spec.compute_dtype else lax.optimization_barrier(dx)
 
@@ -381,7 +380,8 @@ def _recovered(
 ) -> tuple[jax.Array | None, jax.Array, list[jax.Array], jax.Array | None]:
     """Return G, x_hat, the statistics, and z = x_hat * G, for the elements of the saved array.
 
-    z is None if the input is saved. The normalised axes have size 1 in the statistics.
+    G is None without a scale. z is None if the input is saved. The normalised axes have size 1 in
+    the statistics.
     """
     saved, scale, bias = residuals.saved.astype(spec.compute_dtype), residuals.scale, residuals.bias
     along = [jnp.expand_dims(stat, spec.axes) for stat in residuals.stats]

@@ -11,7 +11,7 @@ backward pass, let d = dy, and let (na, nb) and (da, db) be a pair of columns of
 
     from the output    n = R' y / (cos^2 + sin^2)
     from the input     n = norm(x)
-    in both cases      dx is the gradient of n = norm(x) for the cotangent R' d of n
+    in both cases      dx is the gradient of x in n = norm(x), given the cotangent R' d of n
                        dcos = sum(da * na + db * nb),  dsin = sum(db * na - da * nb)
 
 If cos^2 + sin^2 is 0 for a pair, n cannot be recovered from y, and is taken to be 0.
@@ -63,9 +63,9 @@ def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Arr
 def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """Return `rotated(v, cos, sin)`. On a CPU, compute it by swapping the elements of each pair.
 
-    `rotated` concatenates arrays. XLA does not fuse concatenations on a CPU. The backward pass has
-    several rotations, so XLA would store the result of each. The forward pass has a single
-    rotation, for which the concatenation is faster.
+    `rotated` concatenates arrays. On a CPU, XLA does not fuse concatenations. The backward pass has
+    several rotations, and XLA would store the result of each concatenation. The forward pass has a
+    single rotation, for which the concatenation is faster.
     """
 
     def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def partial_sum(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the sum of v over the normalised axes, of this device's columns only."""
+    """Return the sum of v over the normalised axes. Only the columns of this device are added."""
     return jnp.sum(v, axis=spec.axes, keepdims=True)
 
 
@@ -119,11 +119,11 @@ def on_cpu[T](function: Callable[[T], T], values: T) -> T:
 
 
 def read_again[T](arrays: T) -> T:
-    """Return `arrays`. On a CPU, what is computed from the result is computed anew.
+    """Return `arrays`. On a CPU, prevent XLA from reusing earlier computations from them.
 
-    Without this function, XLA would compute an intermediate that two sums use, such as a 16-bit
-    array converted to float32, only once, and store it in memory. On a CPU, it is faster to read
-    the arrays again and to repeat the arithmetic.
+    Without this function, XLA computes an intermediate that two sums use, such as a 16-bit array
+    converted to float32, only once, and stores it in memory. On a CPU, it is faster to load the
+    arrays again and to repeat the arithmetic.
     """
     return on_cpu(lax.optimization_barrier, arrays)
 
@@ -167,8 +167,8 @@ def _axes_of_parameter(
 
     The first list is in the order of the parameter's axes. The last axes of the parameter are the
     normalised axes. If groups of rows have separate values, the parameter also has n leading axes.
-    Consider the axes of `like` that are not normalised: the leading axes of the parameter
-    correspond to the last n of these, in the same order, as in numpy's broadcasting.
+    They correspond, in order, to the last n axes of `like` that are not normalised, as in numpy's
+    broadcasting.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]

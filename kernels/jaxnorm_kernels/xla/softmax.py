@@ -1,8 +1,7 @@
 """softmax and log_softmax over ``spec.axes``, with a backward pass from the output.
 
 Let z = scale * x + bias, m = max(z) and d = dy. If x is finite, scale * x is clipped to the finite
-numbers. All sums are over a row, except for the sum in
-dbias:
+numbers. All sums are over a row, except for the sum in dbias:
 
     softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
@@ -105,8 +104,8 @@ def _jacobian(y: jax.Array, v: jax.Array, unmasked: jax.Array | None, spec: Spec
     """Return the product of softmax's Jacobian (which is symmetric) and v.
 
     Entries of v for which `unmasked` is False count as 0. On a CPU, v is masked where it is used.
-    Without the first call of `read_again`, XLA would mask v before the forward pass and store the
-    masked array. This takes longer, because memory must be allocated for it.
+    Without the first call of `read_again`, XLA masks v before the forward pass and stores the
+    masked array. This takes longer, because memory must be allocated for the array.
     """
     y, v = read_again((y, v))
     if not spec.renormalises:
@@ -154,8 +153,9 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
     x = x.astype(spec.compute_dtype)
     z = times(x, scale_of(operands.logits_scale, spec))
     if spec.scale_may_overflow:
-        # A row that is masked by the lowest finite number must stay finite: with -inf in all
-        # entries, its softmax would be NaN. An infinite x stays infinite.
+        # Users may set all entries of a row to the lowest finite number to mask them. z must stay
+        # finite there: if all entries were -inf, the row's softmax would be NaN. An infinite x
+        # stays infinite.
         info = jnp.finfo(z.dtype)
         z = jnp.clip(z, jnp.minimum(x, info.min), jnp.maximum(x, info.max))
     if bias is not None:
