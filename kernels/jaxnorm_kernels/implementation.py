@@ -1,18 +1,19 @@
 """The interface between the API and its implementations (``xla``, ``mosaic``, ``triton``).
 
-An implementation is an :class:`Implementation`: one function for each pass, which runs the pass of
-every operation of `operations.OPERATIONS`. The functions get two-dimensional arrays ``(rows,
-cols)`` whose last axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that
-describes everything else about the call. They do not depend on autodiff, sharding or Flax.
+An implementation is an object of the class :class:`Implementation`. It has one function for each
+pass (forward, tangent, backward), which handles all operations. The functions get two-dimensional
+arrays ``(rows, cols)`` whose last axis is normalised, and a frozen
+:class:`~jaxnorm_kernels.specs.Spec` that describes everything else about the call. The functions do
+not depend on autodiff, sharding or Flax.
 
-If ``takes_inner(spec)`` is True, the functions also get arrays ``(outer, cols, inner)``, which are
-normalised over the middle axis. This avoids a transpose; see ``Spec.inner``. The statistics of such
-arrays have the shape ``(outer * inner,)``.
+If ``takes_inner(spec)`` is True, the functions also get arrays of shape ``(outer, cols, inner)``
+and normalise them over the middle axis. This avoids a transpose; see ``Spec.inner``. The statistics
+of such arrays have the shape ``(outer * inner,)``.
 
 Only the ``xla`` implementation also takes arrays of any shape, normalised over ``Spec.axes``. Such
 arrays may be sharded, and XLA might gather them if they were reshaped to rows. Only the ``xla``
 implementation has a ``tangent``, and a backward pass that also takes cotangents of the statistics.
-Forward mode and second derivatives need both.
+Forward mode and second derivatives use these two passes.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ import jax
 
 from jaxnorm_kernels.specs import Spec, Stats
 
-# The default of fields that an operation either requires or never has: None, declared as Any. So
-# these fields can be annotated as jax.Array instead of jax.Array | None, and the code of operations
-# that require them need not check for None.
+# Default value of a field that is required in some operations and absent in all other operations.
+# It is None, declared as Any, so that the field can be annotated as jax.Array. Operations that
+# require the field then need not check for None.
 _ABSENT: Any = None
 
 
@@ -37,12 +38,12 @@ class Operands(NamedTuple):
         rows. next_scale is the scale of the second norm. branch_scale multiplies x in h = residual
         + branch_scale * x.
       mask: a boolean array, ``(n, cols)`` or ``(n, 1)``. `LogitsOptions.mask_rows` describes which
-        of the n rows belongs to a row of x. For the xla implementation, the mask broadcasts to x's
-        shape by numpy's rules instead.
+        of the mask's n rows applies to each row of x. For the xla implementation, the mask
+        broadcasts to x's shape by numpy's rules instead.
       logits_bias: a float array, ``(n, cols)`` or ``(n, 1)``. `SoftmaxOptions.logits_bias_rows`
-        describes which of the n rows belongs to a row of x. For the xla implementation, the bias
-        broadcasts to x's shape by numpy's rules instead. The gradient of the bias has the bias's
-        shape.
+        describes which of the bias's n rows is added to each row of x. For the xla implementation,
+        the bias broadcasts to x's shape by numpy's rules instead. The gradient of the bias has the
+        bias's shape.
       labels: an array ``(rows,)`` of any integer dtype.
       candidates: an array ``(rows, k)`` with k labels for each row.
       positions: a boolean array ``(rows,)``. The loss is 0 in rows where it is False.
@@ -79,8 +80,8 @@ class Residuals(NamedTuple):
       saved: the operand or result from which the derivative recomputes all arrays that are not
         saved. `Spec.starts_from` is its name.
       x: the operand x, if the derivative needs it in addition to `saved`. An operation with two
-        norms needs it because it is the input of the first norm. An operation with branch_scale
-        needs it for the gradient of branch_scale.
+        norms needs x because x is the input of the first norm. An operation with branch_scale needs
+        x for the gradient of branch_scale.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale, teacher_logits,
         candidates, logits_scale: as in :class:`Operands`.
@@ -128,7 +129,7 @@ class Results(NamedTuple):
 
 
 def _none(*_: Spec) -> None:
-    """Return None: the implementation has no reason, caveat or list of platforms to return."""
+    """Return None, by default, instead of a reason, a caveat or a list of platforms."""
 
 
 def takes_no_inner(spec: Spec) -> bool:
@@ -138,7 +139,7 @@ def takes_no_inner(spec: Spec) -> bool:
 
 
 class Implementation(NamedTuple):
-    """The functions of a backend, in the constant ``IMPLEMENTATION`` of its package.
+    """The functions of an implementation: the constant ``IMPLEMENTATION`` of its package.
 
     Attributes:
       forward: a function that runs a forward pass. It returns a `Results` with the results that
@@ -151,24 +152,24 @@ class Implementation(NamedTuple):
         before it is added to the residual, the gradients of x, scale and branch_scale may be
         computed from the gradient of h before it is rounded. If y has no cotangent, the gradient of
         h is the cotangent of h.
-      why_unsupported: a function that returns a sentence for users which says why the
-        implementation cannot run a call, or None if it can run the call.
-      why_not_default: a function that returns a sentence for users which says why this
-        implementation is not the default for a call, or None if it is the default.
+      why_unsupported: a function that returns the reason why the implementation cannot run a call,
+        as a sentence for users. It returns None if the implementation can run the call.
+      why_not_default: a function that returns the reason why the implementation is not the default
+        for a call, as a sentence for users. It returns None if the implementation is the default.
       takes_inner: a function that returns True if the implementation takes the ``(outer, cols,
         inner)`` arrays of a call with ``spec.inner``.
       platforms: a function that returns the supported platforms ("cpu", "cuda", "rocm", "tpu"), or
-        None if all are supported.
+        None if all platforms are supported.
       caveat: a function that returns a sentence which warns the user if something about a call's
         kernel is unknown, such as its time on the local GPU. It returns None if there is nothing to
         warn about.
       tangent: a function that takes residuals and the tangents of the operands (None stands for 0),
         and returns the tangents of the results. For a plain norm, the tangent of h is the tangent
-        of x.
-        Only the xla implementation has this function. In all others, the attribute is None.
-      both: a function that takes operands and cotangents, and returns results and gradients. It
-        runs the forward and the backward pass in one kernel. Only the mosaic implementation has
-        this function. In all others, the attribute is None.
+        of x. Only the xla implementation has this function. In all others, the attribute is None.
+      both: a function that takes the operands and the cotangents of the results, and returns the
+        results and the gradients of the operands. It runs the forward and the backward pass in one
+        kernel. Only the mosaic implementation has this function. In all others, the attribute is
+        None.
     """
 
     forward: Callable[[Operands, Spec], Results]

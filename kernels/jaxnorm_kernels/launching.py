@@ -15,8 +15,8 @@ either, because XLA never fuses elementwise work into a kernel.
 As an experiment, slices that are provably aligned were passed without a copy. This saved at most
 0.4 % of a training step, and added 1 to 2 seconds of compilation (GPT-2 small and Llama 1B under
 scan, with and without rematerialisation, on an H100). So slices are copied. There is one exception:
-a scan stacks the residuals of its layers in arrays, whose slices are aligned. Kernels load and
-store these slices in place.
+a scan stacks the residuals of its layers in arrays. The slices of these arrays are aligned, and
+kernels load and store them in place.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ def overwritable(operand: jax.Array) -> Any:
 def overwritten(ref: Any) -> jax.Array:
     """Return the contents of a ref made by `overwritable`, after the kernel.
 
-    The result also has a separate buffer. Otherwise, XLA could let the kernel write it into a part
-    of another array, without copying the operand there.
+    `own_buffer` also puts the kernel's result into a separate buffer. Otherwise, XLA could let the
+    kernel write the result into a part of another array, without copying the operand there.
     """
     return own_buffer(jax.freeze(ref))
 

@@ -40,9 +40,9 @@ The norm's result or the norm's input may be multiplied by an activated gate::
 If a plain norm has an activation, y = activation(norm(x)). This is a static option of the operation
 "norm" and not an operation of its own.
 
-An operation has three passes: forward, tangent and backward. The tangent is linear in the tangents
-of the operands. The backward pass is linear in the cotangents of the results. As linear functions,
-each is the transpose of the other::
+An operation has three passes: forward, tangent and backward. The tangent pass is linear in the
+tangents of the operands, and the backward pass in the cotangents of the results. Each of these two
+linear functions is the transpose of the other::
 
     pass    takes                      returns
     fwd     operands                   results, statistics
@@ -131,7 +131,7 @@ class Operation:
       family: the family of operations: softmaxes, losses or norms.
       operands: names of the arrays that the forward pass takes, in the order in which JAX's
         primitive takes them. These are optional: scale, bias, next_scale, mask, positions,
-        logits_bias and logits_scale. All others are required.
+        logits_bias and logits_scale. All other operands are required.
       results: a dict of the arrays that the forward pass returns: their names and kinds. y is the
         output. h is the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
@@ -150,7 +150,7 @@ class Operation:
         the norm whose result is y.
       derivative: the name of the operation whose tangent and backward pass this operation uses;
         None if it has its own. If the name is set, y is the sum of a residual and the other
-        operation's result, so the residual's gradient is the cotangent of y.
+        operation's result, so the gradient of the residual is the cotangent of y.
       has_kernels: False if only the xla implementation has the operation.
       out_name: the name of y for `jax.checkpoint` policies, or None. If the derivative starts from
         h, h has this name, too.

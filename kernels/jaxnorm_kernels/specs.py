@@ -30,10 +30,10 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 Stats = tuple[jax.Array, ...]
 
 # For each dtype of y, the lower limit ("floor") of |scale + scale_offset| in a norm that saves its
-# output. Because of this limit, the backward pass can recover x_hat from y by a division. A floor
-# must be negligible next to ordinary scales. It must also be so large that 1 / floor**2, which
-# second derivatives need, is finite. float16 has no entry, because its range contains no such
-# number.
+# output. Because of this limit, the backward pass can divide y by scale + scale_offset to recover
+# x_hat, the normalised x. A floor must be negligible next to ordinary scales. Second derivatives
+# need 1 / floor**2, so the floor must be so large that this number is finite. float16 has no entry,
+# because no float16 number satisfies both conditions.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 
@@ -68,7 +68,7 @@ class Shared:
         """Number of consecutive rows of x that form a *run*: the size of the last segment.
 
         If the operand is broadcast along this segment, all rows of a run use the same row of the
-        operand. Otherwise, they use consecutive rows of it.
+        operand. Otherwise, the rows of a run use consecutive rows of the operand.
         """
         return self.segments[-1][0] if self.segments else 1
 
@@ -102,14 +102,14 @@ class NormOptions:
       rotated: the number of columns that are rotated. They are the first columns of a row.
       interleaved: True if a pair of rotated columns is columns 2i and 2i + 1, False if it is
         columns i and `i + rotated / 2`.
-      table_rows: how rows of x map to rows of the tables.
+      table_rows: how rows of x map to rows of cos and sin.
       wide: True if this norm is a part of a call that computes in float64. The norm then computes
         in float64, too, even if none of its own arrays is float64.
       scale_groups, bias_groups, branch_scale_groups: the number of rows of the parameter. It is 1
         for a parameter ``(cols,)``, which all rows of x share, and n for a parameter ``(n, cols)``.
         Each of these n rows is shared by ``rows / n`` consecutive rows of x.
-      scattered: True if rows that are not consecutive share a row of scale, bias or branch_scale.
-        Also True if one of these parameters is broadcast along a normalised axis.
+      scattered: True if rows of x that are not consecutive use the same row of scale, bias or
+        branch_scale. Also True if one of these parameters is broadcast along a normalised axis.
       inner_params: True if x is ``(outer, cols, inner)`` (see `Spec.inner`), and scale and bias
         vary along `inner` instead of `cols`. They have the shape ``(n, inner)`` if the outer
         indices are divided into n groups of consecutive indices with separate parameters.
@@ -178,7 +178,8 @@ class SoftmaxOptions(LogitsOptions):
       masked_logit: the value that replaces a masked logit. If it is -inf, masked logits are
         excluded, and the softmax of a row without other logits is 0. If it is a finite number, it
         counts like any other logit, but has no gradient.
-      causal: True if row i of each matrix includes only its columns j <= i.
+      causal: True for a causal softmax. The rows of x then form matrices. In row i of each matrix,
+        only columns j <= i are included.
       queries: for a causal softmax, the number of rows of each matrix.
       queries_over: for a causal softmax, the mesh axes over which the rows of each matrix are
         sharded.
@@ -425,7 +426,7 @@ class Spec:
 
     @functools.cached_property
     def drops_masked(self) -> bool:
-        """True if masked entries are excluded, False if a finite logit replaces them."""
+        """True if masked entries are excluded, False if a finite number replaces their logits."""
         return not self.is_softmax or self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
@@ -520,13 +521,14 @@ class Spec:
 
     @functools.cached_property
     def clips_x_hat(self) -> bool:
-        """True if a backward pass from y must clip x_hat = (y - bias) / G to its true bound.
+        """True if the backward pass computes x_hat = (y - bias) / G from y, and must clip it.
 
-        G is scale + scale_offset. x_hat may be inaccurate and exceed its bound in two cases:
+        G is scale + scale_offset. The magnitude of the exact x_hat is at most sqrt(cols). The
+        computed x_hat may be inaccurate and exceed this bound in two cases:
 
         * The norm has a bias. The rounding error of y - bias may be large compared with G.
-        * |G| has no lower limit. If G is tiny, y is a small multiple of the smallest number of its
-          dtype, so its relative rounding error is large.
+        * |G| has no lower limit. If G is tiny, y is a small multiple of the smallest positive
+          number of y's dtype, so its relative rounding error is large.
 
         In all other calls, x_hat is accurate up to the rounding of y.
         """
@@ -537,7 +539,8 @@ class Spec:
     def reads_bias(self) -> bool:
         """True if the backward pass of a norm needs the bias.
 
-        The bias is needed to compute x_hat from y, or to recompute the input of an activation.
+        The bias is needed to compute x_hat (the normalised x) from y, or to recompute the input of
+        an activation.
         """
         has_use = self.norm.saved == "output" or self.norm.activation is not None
         return has_use and self.norm.bias_dtype is not None
@@ -549,7 +552,7 @@ class Spec:
         The largest float16 is 65504, and x_hat * (scale + scale_offset) may exceed it, so that y is
         inf. If y is then passed to a bounded function such as tanh, the cotangent of y is 0. The
         backward pass multiplies this cotangent by y. Without the limit, the product 0 * inf would
-        be NaN, and so would the mean over the row.
+        be NaN, and so would the mean of these products over the row.
         """
         grows = self.norm.scale_dtype is not None or self.norm.bias_dtype is not None
         stored = self.norm.saved == "output" and self.y_dtype.name == "float16"

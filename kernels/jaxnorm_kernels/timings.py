@@ -2,8 +2,8 @@
 
 On Ampere, Ada and RTX 50 GPUs, these ratios decide whether a kernel is the default. None of these
 GPUs was available for timing. Instead, kernels were compiled and scheduled for an A100, and timed
-on an H100, which can run code for an A100. `tests/test_triton_defaults.py` computes the table
-from the committed results, and checks that it agrees with them.
+on an H100, which can run code for an A100. `tests/test_triton_defaults.py` computes these ratios
+from the committed measurements, and compares them with `TIMINGS`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ LIMIT = 0.8
 class Timing:
     """The time of a kernel, divided by the time of XLA's code.
 
-    Both are the times of a forward and a backward pass together.
+    Each of the two times is the time of a forward and a backward pass together.
 
     Attributes:
       ratio: the median of the ratios over all shapes and dtypes that were timed.
@@ -34,7 +34,7 @@ class Timing:
     most: float
 
     def __str__(self) -> str:
-        """Return the ratios as text, as a part of what `implementation_for` prints."""
+        """Return the ratios as text, which `implementation_for` shows as a part of its reason."""
         if self.least == self.most:
             return f"{self.ratio:.2f} of XLA's time"
         return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"

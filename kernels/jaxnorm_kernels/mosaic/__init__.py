@@ -35,7 +35,8 @@ from jaxnorm_kernels.mosaic.support import (
 from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 
-# The kernel function of each operation. An operation without an entry uses its family's entry.
+# Maps the name of an operation, or of a family of operations, to a kernel function. An operation
+# without an entry uses its family's entry.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
     "loss": cross_entropy_fwd,

@@ -136,7 +136,7 @@ _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
 # The kernel requires that the numbers of rows and columns of x, and the number of columns of
-# weight, are multiples of this number. Asynchronous copies need it.
+# weight, are multiples of this number, because of the asynchronous copies.
 _MULTIPLE = 8
 # Row indices are int32. The limit is below 2^31, because the last tile may extend beyond the last
 # row, and its indices must not overflow either.

@@ -13,9 +13,10 @@ from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_ROWS, Table, first
 from jaxnorm_kernels.specs import Spec
 
-# Maximum number of rows of x, and of blocks in the backward pass of a loss, in which each block
-# processes a part of a row. Both are counted with int32 indices, which must be less than 2^31. The
-# limit is 2^16 lower, because the last block may start up to one tile beyond the last row.
+# Maximum number of rows of x. It is also the maximum number of blocks in the backward pass of a
+# loss, where each row has several blocks. Rows and blocks have int32 indices, which must be less
+# than 2^31. The limit is 2^16 lower, because the last block may start up to one tile beyond the
+# last row.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
 

@@ -37,7 +37,8 @@ For a small s_o, log1p(s_o) is accurate, but the logarithm of the rounded sum 1 
 
 If ``positions`` is False for a row, its log(s) is -inf and its dx is 0. If the label of a row is
 not a class, the log(s) of a cross-entropy is NaN, and so is dx. The log(s) of a log-probability
-does not depend on the label. There, the log-probability is NaN, and dx is NaN unless d is 0.
+does not depend on the label. If the label is not a class, the log-probability is NaN, and its dx is
+NaN unless d is 0.
 """
 
 import dataclasses
@@ -315,7 +316,7 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of the rows `row` in the columns of block number `nth`.
+    """Store block number `nth` of dx, for the rows whose indices are in `row`.
 
     `store_block` calls this function.
     """

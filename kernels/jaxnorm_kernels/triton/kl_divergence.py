@@ -66,7 +66,7 @@ _SMALL = tl.constexpr(0.125)
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The scales and caps of both logits: `p` for the logits of P, and `q` for those of Q."""
+    """The scales and caps of both logits: `p` for the logits of P, and `q` for the logits of Q."""
 
     p: Cap
     q: Cap
@@ -297,7 +297,7 @@ def _store_gradient(
     tiling: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Store dx of the rows `row` in the columns of block number `nth`.
+    """Store block number `nth` of dx, for the rows whose indices are in `row`.
 
     `store_block` calls this function. `y_ptr` points to the divergences if `reverse` is set.
     Otherwise, it is None.

@@ -112,7 +112,8 @@ def load_logits(
 def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
     """Load a tile of y, and return it in float32.
 
-    Elements that are not loaded become 0 (-inf for log_softmax).
+    Elements that are not loaded become 0. They become -inf for a log_softmax with a scale, a bias,
+    a mask or a causal mask.
     """
     row, start, col, exists = tile
     read = _read(row, col, exists, logits)
@@ -190,8 +191,8 @@ def total_of(terms, weights, logits: tl.constexpr):
     """Return each row's total (see `term_of_total`), an array `(tile_rows, 1)`.
 
     `terms` is a tile. It is the elementwise sum of the results of `term_of_total` for all blocks of
-    columns of these rows. In the same way, `weights` is the elementwise sum of the tiles of y. This
-    function adds up the columns of `terms` and, if it needs sum(y), the columns of `weights`.
+    columns of these rows. `weights` is the elementwise sum of the tiles of y for the same blocks.
+    This function adds up the columns of `terms` and, if it needs sum(y), the columns of `weights`.
     """
     total = tl.sum(terms, axis=1)[:, None]
     if logits.renormalises:

@@ -155,7 +155,7 @@ def that_count(positions_ptr, row, exists):
 
 @triton.jit
 def start(row, cols: tl.constexpr, vector: tl.constexpr):
-    """Return two numbers for each row: where its first block begins, and the row's start in it.
+    """Return, for each row, the start of its first block, and the row's start within this block.
 
     The first number is an offset from the start of the array, a multiple of `vector`. The second
     number is the offset of the row's first column from the start of this block.

@@ -150,7 +150,8 @@ def parameter_gradients(
 ) -> list[jax.Array | None]:
     """Return the gradients of `parameters`, in the same order.
 
-    `partials` are the partial gradients that the programs have stored. The result is their sum.
+    `partials` has an array of partial gradients for each parameter that is present. The programs
+    have stored these arrays. A gradient is the sum of the partial gradients in its array.
     """
     dtypes = [None if p is None else p.dtype for p in parameters]
     if spec.groups == 1:

@@ -33,7 +33,7 @@ class Norm:
       subtract_mean: True for LayerNorm, False for RMSNorm.
       epsilon: the number that is added to the mean square (or variance) under the root.
       scale_offset: the number that is added to the scale: G = scale + scale_offset.
-      scale_floor: the minimum of |G|. A smaller |G| is replaced by it. 0 for no minimum.
+      scale_floor: the minimum of |G|. A smaller |G| is replaced by this minimum. 0 for no minimum.
       from_output: True if the backward pass starts from the saved y, False if it starts from the
         saved input of the norm.
       x_hat_limit: the magnitude to which a backward pass from y clips x_hat; 0 for no limit.

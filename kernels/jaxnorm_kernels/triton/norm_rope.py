@@ -80,8 +80,8 @@ class Rotation:
         table = spec.norm.table_rows
         assert table is not None
         # Neighbouring rows, usually the heads of one position, share a row of the tables. If all
-        # rows of a tile share it, it is loaded only once for the tile. If groups of rows have
-        # separate scales, a tile never spans two groups.
+        # rows of a tile share a row of the tables, this row is loaded only once for the tile. If
+        # groups of rows have separate scales, a tile never spans two groups.
         *_, (run, has_axis) = table.segments or [(0, False)]
         run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
         shares = not has_axis and run % schedule.tile_rows == 0

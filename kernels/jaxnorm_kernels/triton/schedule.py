@@ -51,7 +51,7 @@ _REGISTERS = 2**16  # number of registers of an SM
 _MOST_REGISTERS = 255  # maximum number of registers of a thread
 _VECTOR = 16  # number of bytes of the widest load of a thread
 _BYTES_UNDER_WAY = 64 * 1024  # number of bytes in flight per SM that saturates memory (H200)
-_EXCHANGE = 5  # number of bytes of shared memory per element of a tile, for exchanges of threads
+_EXCHANGE = 5  # bytes of shared memory per element of a tile, for exchanges between threads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,7 +254,7 @@ class Programs:
 
     A program processes a block of columns. It loops over tiles of consecutive rows of x. All tiles
     of a program use the same rows of the bias. Either all rows of a tile use a single row of the
-    bias, or each row of a tile uses another one.
+    bias, or each row of a tile uses a different row of the bias.
 
     Attributes:
       col_blocks: the number of blocks into which the columns are divided.
@@ -303,7 +303,7 @@ def softmax_bwd_bias(
 ) -> tuple[jax.Array, jax.Array]:
     """Return dx, and the gradient of a bias of shape `(n, cols)`.
 
-    n is the number of rows of the bias; several rows of x may share one.
+    n is the number of rows of the bias. Several rows of x may share a row of the bias.
 
     Args:
       y, dy: arrays `(rows, cols)`.

@@ -18,9 +18,9 @@ With p = exp(x - m - log(s)) and the cotangent d of the loss:
     dx = d (p - targets + 2 b lse p) + e p        e = the cotangent of lse
 
 With a scale or a cap, the logits are z = f * g(x) instead of x; `label_sums` defines f and g.
-Differences of logits are then computed by `f_times`, which multiplies a difference of g(x) by f.
-Gradients of z are converted to gradients of x by `times_slope`, which multiplies by the derivative
-dz / dx.
+Differences of logits are then computed by `f_times`, which multiplies a difference of two values of
+g(x) by f. Gradients of z are converted to gradients of x by `times_slope`, which multiplies by the
+derivative dz / dx.
 
 m and log(s) are saved separately: if logits are large, rounding the sum lse = m + log(s) loses most
 digits of log(s). As results depend only on this sum, the cotangent of lse is passed as the
@@ -36,9 +36,9 @@ the label's logit is the largest:
     loss = (1 - a) (lse - x_l) + a (log(s) - mean(x - m)) + b lse^2
 
 A row *has no entry* if ``positions`` is False for it, or if all its columns are masked. Its loss
-and gradient are 0. The forward pass stores -inf as its log(s), by which the backward and tangent
-passes recognise the row. For a row whose label is not one of its columns, log(s), loss and gradient
-are NaN. Columns of padding are not read.
+and gradient are 0. The forward pass stores -inf as the row's log(s). The backward and tangent
+passes recognise the row by this value. For a row whose label is not one of its columns, log(s),
+loss and gradient are NaN. Columns of padding are not read.
 
 Log-probability of the label, and entropy
 -----------------------------------------

@@ -24,8 +24,8 @@ class Formulas(NamedTuple):
 
     The backward pass is linear in the cotangents, so the tangent can be computed as its transpose.
     This is the default. On a CPU, XLA may fuse this transpose badly, so an operation may have a
-    separate function for its tangent, `own_tangent`. For softmax of a float32 array of 2048 x 1024,
-    jax.jvp then loads and stores 8 arrays of that size instead of 12. For log_prob, jax.jvp takes
+    separate function for its tangent, `own_tangent`. With this function, jax.jvp of a softmax loads
+    and stores 8 arrays of x's size instead of 12 (float32, 2048 x 1024). jax.jvp of log_prob takes
     30 % of the time that it takes with the transpose.
     """
 

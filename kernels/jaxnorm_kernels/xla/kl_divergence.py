@@ -32,8 +32,8 @@ is computed from u.
 The teacher's logits are constants, so they have no gradient.
 
 A row *has no entry* if ``positions`` is False for it, or if all its classes are masked. Its
-divergence and gradient are 0. The forward pass stores -inf as log(s) of the student for this row,
-by which the backward and tangent passes recognise the row.
+divergence and gradient are 0. The forward pass stores -inf as the student's log(s) for this row.
+The backward and tangent passes recognise the row by this value.
 """
 
 from typing import NamedTuple

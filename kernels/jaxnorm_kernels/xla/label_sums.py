@@ -13,7 +13,7 @@ array of x's size.
 To avoid this array on a CPU, a row is reshaped to a matrix if its length has a suitable divisor.
 The columns of the matrix are called *lanes*. Let m_lane be inf in the lane that contains the label,
 and m in all other lanes. With m_lane in place of m, all exponentials of the label's lane are 0. A
-second sum adds the lane's elements, except for the label:
+second sum adds the terms of the label's lane, except for the label's own term:
 
     others = sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
@@ -114,7 +114,8 @@ def oriented(x: jax.Array, scale: Scale) -> jax.Array:
 def magnitude(scale: Scale) -> Scale:
     """Return |scale|, but not 0: 0 times the -inf of a masked entry would be NaN.
 
-    The smallest number that is returned in place of 0 makes all other logits nearly 0.
+    A scale of 0 is replaced by the smallest normal float32, which makes all unmasked logits nearly
+    0.
     """
     least = float(np.finfo(np.float32).tiny)
     return max(abs(scale), least) if isinstance(scale, float) else jnp.maximum(abs(scale), least)

@@ -125,7 +125,7 @@ def _straight_through[T](
 def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
     """Clip v to the range from -`bound` to `bound`.
 
-    If x_hat is recovered from a rounded y, it may exceed its true bound.
+    For example, x_hat may exceed its mathematical bound if it is recovered from a rounded y.
     """
     return jnp.clip(v, -bound, bound)
 

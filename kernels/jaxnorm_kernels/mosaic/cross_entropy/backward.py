@@ -22,7 +22,8 @@ An element of dx depends on the same element of x, and on the label, the statist
 cotangents of the row. It does not depend on other elements of x. So a block can process a part of a
 row, and dx may overwrite x. If the row's position is masked, the forward pass saves log(s) = -inf,
 and dx is 0. If the label is not a class, the log(s) of a cross-entropy is NaN, and so is dx. The
-log(s) of a log-probability does not depend on the label. There, dx is NaN unless d is 0.
+log(s) of a log-probability does not depend on the label. If the label is not a class, dx of a
+log-probability is NaN unless d is 0.
 """
 
 from collections.abc import Sequence

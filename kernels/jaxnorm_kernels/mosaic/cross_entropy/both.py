@@ -4,10 +4,10 @@
 `backward`. The module `kl_divergence` has the kernel of the KL divergence. Both kernels use
 `store_both`, which processes one row.
 
-A block processes one row. It reduces the row as the forward pass does, then reads the row a second
-time and stores its gradient as the backward pass does. The gradient may overwrite the row. If the
-rows of all blocks that run at the same time fit into the L2 cache, the second read takes no memory
-bandwidth. In the kernel of the KL divergence, a cluster of blocks may share a row.
+A block processes one row. It reduces the row, as in the forward pass. Then it reads the row a
+second time and stores the gradient of the row, as in the backward pass. The gradient may overwrite
+the row. If the rows of all blocks that run at the same time fit into the L2 cache, the second read
+takes no memory bandwidth. In the kernel of the KL divergence, a cluster of blocks may share a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,21 +44,21 @@ from jaxnorm_kernels.specs import Spec
 #: Maximum number of bytes of a row. An H100 has 132 SMs and 50 MB of L2 cache. If each SM processes
 #: one row of this size, the rows take 40 MB of the cache.
 MOST_BYTES = 304 * 1024
-# Rows of more bytes than this have blocks of eight warpgroups, so that an SM has room for only one
-# block. With smaller blocks, an SM would run several blocks at a time, and the rows of all blocks
-# together would not fit into the L2 cache. The table has times in ms for 4096 rows of bfloat16
-# numbers (H100). The first three columns of times are for this kernel, with eight, four or two
-# warpgroups per block. For comparison, the last column has the time of two kernels that run one
-# after the other: the forward kernel of the module `forward` and the backward kernel of the module
-# `backward`.
+# If a row has more bytes than this, a block has eight warpgroups, so that an SM has room for only
+# one block. (If a thread needs 80 registers, a block has four warpgroups.) With smaller blocks, an
+# SM would run several blocks at a time, and the rows of all blocks together would not fit into the
+# L2 cache. The table has times in ms for 4096 rows of bfloat16 numbers (H100). The first three
+# columns of times are for this kernel, with eight, four or two warpgroups per block. For
+# comparison, the last column has the time of two kernels that run one after the other: the forward
+# kernel of the module `forward` and the backward kernel of the module `backward`.
 #
 #     columns    eight   four   two    two kernels
 #     128256     0.86    0.99          1.05
 #      50264     0.38    0.33   0.42   0.47
 #      32000             0.19   0.22   0.27
 _LONG_BYTES = 128 * 1024
-# Rows of at most `_LONG_BYTES` have one warpgroup for each `_SHARE_BYTES` bytes of the row. The
-# number of warpgroups is rounded down to a power of 2. It is at least one and at most four.
+# For shorter rows, a block has one warpgroup for each `_SHARE_BYTES` bytes of the row. The number
+# of warpgroups is rounded down to a power of 2. It is at least one and at most four.
 _SHARE_BYTES = 12 * 1024
 
 
@@ -116,7 +116,7 @@ def store_both(
     Args:
       row: the row.
       results: refs of dx and of the losses, in this order.
-      positions: a list with the mask of positions. It is empty if there is no mask.
+      positions: a list with a ref of the mask of positions. The list is empty if there is no mask.
       reduce: a function that reads the row, and calls ``row.gather``. It returns the loss, and a
         list of scalars that `gradient` needs: statistics of the row, and the cotangent of the loss.
       logits: refs of x and, for a divergence, of the teacher's logits.

@@ -83,9 +83,10 @@ Sums = tuple[jax.Array, ...]
 
 # A block has one warpgroup for each `_SHARE_BYTES` of its row, up to `_MOST_WARPGROUPS`. With this
 # many bytes to load, the time to start a block and to merge its sums does not matter. Small blocks
-# are better, because some start while others load: for rows of 32768 bfloat16 elements, one
-# warpgroup reaches 1.01 of a copy's bandwidth, and two reach 0.94 (H200). Calls with at most one
-# row per SM use `_SHARE_BYTES_OF_FEW` instead: more warpgroups per row are better there.
+# are better, because an SM starts some blocks while other blocks load: for rows of 32768 bfloat16
+# elements, blocks of one warpgroup reach 1.01 of a copy's bandwidth, and blocks of two reach 0.94
+# (H200). Calls with at most one row per SM use `_SHARE_BYTES_OF_FEW` instead: more warpgroups per
+# row are better there.
 _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
 # Number of columns that a thread adds up in one step of the loop over a row. With 16 columns, a
 # thread needs at most 64 registers, so an SM runs 1024 threads. Together, these threads have 32 KiB
@@ -155,7 +156,7 @@ def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
 
 
 def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[], list[jax.Array]]]:
-    """Start to load a row. Return its label, and a function that computes the row's results.
+    """Start to load a row. Return the row's label, and a function that computes its results.
 
     The results include the statistics m and log(s); see `_finish`.
     """

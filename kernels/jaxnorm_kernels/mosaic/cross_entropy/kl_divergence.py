@@ -15,8 +15,8 @@ rescales its sums by r = exp(m - m'):
 
     s' = r s      a' = r_P a + s'_P (log(r_P) - log(r_Q))      b' = r_P b + s_Q (r_Q - r_P)
 
-The sums of threads, warps and warpgroups are merged in the same way. For equal logits, u is 0 and
-the factors r are equal, so a and b are exactly 0. If u is small, e_Q - e_P is computed without
+The sums of threads, warps and warpgroups are merged in the same way. If the logits of P and Q are
+equal, u is 0 and r_P = r_Q, so a and b are exactly 0. If u is small, e_Q - e_P is computed without
 cancellation, as e_P times a polynomial of u.
 
 The backward pass needs no sum over a row. Unlike P and Q, p and q do not depend on ``reverse``: p
@@ -26,9 +26,9 @@ divergence. The gradient of the student's logits is:
     dz = dy (q - p)                                        for KL(p || q)
     dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
 
-Both passes may run in one kernel, as described in the module `both`. All rows that are processed at
-the same time should fit into the L2 cache. With one block per row, long rows would not fit, so a
-cluster of blocks shares each long row. Then fewer rows are processed at the same time.
+One kernel can run both passes; the module `both` describes how. All rows that are processed at the
+same time should fit into the L2 cache. So a cluster of blocks shares each long row: fewer rows are
+then processed at the same time.
 """
 
 import functools
@@ -69,7 +69,7 @@ from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
 # Maximum number of warpgroups of a block. With more, an SM's registers would not suffice for two
-# blocks, because each thread has six sums.
+# blocks, because each thread has two maxima and four sums.
 _MOST_WARPGROUPS = 2
 # Number of columns that a thread processes per step, in each of the two rows.
 _COLUMNS = 8

@@ -8,8 +8,8 @@ With a = logits_scale and c = logit_softcap:
 The scale is a number, or an array with a number for each row. In the second case, functions of a
 kernel take the spec of a row (see `of_row`), whose `logits_scale` is a traced scalar.
 
-Kernels compute maxima and differences from g. They multiply by f only in exponents and results, as
-the XLA implementation does.
+Kernels compute maxima and differences from g. They multiply by f only in exponents and results. The
+XLA implementation does the same.
 """
 
 import math

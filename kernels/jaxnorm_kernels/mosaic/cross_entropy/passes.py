@@ -1,9 +1,9 @@
 """The loops over rows of logits in the forward and backward passes of losses and divergences.
 
-The forward pass reads a row once, in a loop over steps, and reduces it to a few numbers. In the
-backward pass, an element of the gradient does not depend on other elements of the row. So each
-block processes a part of a row, and the gradient may overwrite the logits. The module `both`
-combines the two passes in one kernel.
+The forward pass reads a row once and reduces it to a few numbers. It does so in a loop over
+*steps*, each of which loads a few units of columns. In the backward pass, an element of the
+gradient does not depend on other elements of the row. So each block processes a part of a row, and
+the gradient may overwrite the logits. The module `both` combines the two passes in one kernel.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def units_of(spec: Spec, *, padded: bool = False) -> RowFragments:
 
 @dataclasses.dataclass(frozen=True)
 class LossSchedule:
-    """How a pass of a loss divides a row into steps or blocks, and how many threads share it.
+    """How a pass of a loss divides a row into steps or blocks, and how many threads share a row.
 
     Attributes:
       units: in the forward pass, the number of units that a warpgroup loads in one step. It loads
@@ -91,9 +91,9 @@ class LossSchedule:
 
 
 #: The schedule of a backward pass. For rows of 32768 bfloat16 elements, a kernel with four units
-#: per block reaches 0.98 of a copy's bandwidth, and with two units 0.97. With a softcap, it reaches
-#: 0.90 with four units, and 0.86 with two (H200). More units per block take registers that other
-#: blocks of the SM need.
+#: per block reaches 0.98 of a copy's bandwidth, and a kernel with two units 0.97. With a softcap,
+#: the two kernels reach 0.90 and 0.86 (H200). More units per block take registers that other blocks
+#: of the SM need.
 BACKWARD = LossSchedule(units=4)
 
 
@@ -225,15 +225,17 @@ class LossRow:
         return Steps(units_of(self.spec, padded=padded), self.schedule, self.index)
 
     def gather(self, *sums: jax.Array) -> list[jax.Array]:
-        """Return the sums of all warps; see `Gather`."""
+        """Exchange sums; return the sums of all warps that share the row. See `Gather`."""
         self.exchange.ready()
         return self.exchange(self.scratch, *sums)
 
     def skip(self) -> None:
         """Exchange no sums, because the row is masked; see `gather`.
 
-        The blocks of a cluster meet at a barrier before they exchange sums. Each block arrived at
-        this barrier when it started, so it must also wait there, even if it exchanges no sums.
+        The barrier of a cluster has two halves. Each block arrives when it starts
+        (``exchange.open``), and waits for the other blocks before it sends sums
+        (``exchange.ready``). Every arrival needs its wait, so a block that sends no sums must wait,
+        too.
         """
         self.exchange.ready()
 
@@ -254,7 +256,7 @@ def launch_forward(
 
     Args:
       scale: an array with the scale of each row's logits. None if all rows have the same scale.
-      operands: the other operands, of which x is the first. None stands for an absent operand.
+      operands: all operands except `scale`. x is the first. None stands for an absent operand.
       compute: ``compute(row, operand_refs, result_refs)`` processes a `LossRow`. `operand_refs` is
         a list with a ref for each operand that is present. `result_refs` is a list with a ref for
         each returned array. `compute` must call either ``row.gather(...)`` or ``row.skip()``, and
@@ -400,7 +402,7 @@ def launch_backward(
         * the spec of the row (see `of_row`);
         * the elements of x in this unit, in float32;
         * the elements of the teacher's logits in this unit, in float32, only for a divergence;
-        * the `Fragment`;
+        * the unit, as a `Fragment`;
         * the index of each element's column, relative to the unit's first column;
         * the row's `Label`, only if there are labels;
         * a list with the row's value of each array in `numbers`.

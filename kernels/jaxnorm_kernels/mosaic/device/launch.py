@@ -1,4 +1,4 @@
-"""Launches a Pallas kernel body on a grid of blocks, or runs it in the interpreter on the CPU.
+"""Launch a Pallas kernel body on a grid of blocks, or run it in the interpreter on the CPU.
 
 The module also contains the barriers that kernel bodies use.
 """
@@ -52,7 +52,7 @@ def inline(
 
     Args:
       reference: a function that takes the same operands and computes the same results with JAX
-        operations. The interpreter runs it instead, because it cannot run MLIR operations.
+        operations. The interpreter runs `reference`, because it cannot run MLIR operations.
       arg_types, return_type: as in `plgpu.inline_mgpu`.
     """
     if is_interpreted():

@@ -225,10 +225,11 @@ def load_arrays(
 ) -> list[jax.Array]:
     """For each ref and each start, load an array of `shape`.
 
-    Without `at`, an array has all elements of a ref, or a range of its columns that begins at the
-    start. For refs in shared memory, `at` may be the index of an array's first element, to which
-    the start is added. It has an entry for each axis of the ref, or for each axis but the last. The
-    function `mgpu.load_arrays` describes these two cases, and the order of the arrays.
+    Without `at`, an array has all elements of a ref, or a range of the ref's columns that begins at
+    the start. For refs in shared memory, `at` may be the index of an array's first element; the
+    start is then added to this index. `at` has an entry for each axis of the ref, or for each axis
+    but the last. The function `mgpu.load_arrays` describes these two cases, and the order of the
+    arrays.
 
     If `is_wide` is True, the arrays are float32. Otherwise, they have their ref's dtype.
 

@@ -1,11 +1,11 @@
 """The gradient of a softmax's bias, which is broadcast over the rows of x.
 
 A row of this gradient is a sum over all rows of x that use the same row of the bias. The terms are
-rows of dz, the gradient of the logits. A block processes these rows one after the other,
-accumulates the sum in registers and stores it once. If there are many rows, several blocks split
-the work. Each of them stores a float32 sum, and XLA adds the sums of the blocks. If all rows of a
-tile use the same row of the bias, a block stores one sum for each row of the tile, and XLA adds
-these sums, too.
+rows of dz, the gradient of the logits. A block processes the rows of dz one after the other,
+accumulates the sum in registers, and stores the sum once. If there are many rows, several blocks
+split the work. Each of them stores a float32 sum, and XLA adds the sums of the blocks. If all rows
+of a tile use the same row of the bias, a block stores one sum for each row of the tile, and XLA
+adds these sums, too.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """The interface between backward kernels and the formulas that they compute, and the launch.
 
-A backward kernel loops over rows. It depends on the number and dtypes of its operands and results,
-but not on what they mean. A `Formula` defines this: it computes the results of one row.
+A backward kernel loops over rows. The loop depends on the number and dtypes of the operands and
+results, but not on the operation. The operation's `Formula` computes the results of one row.
 """
 
 import dataclasses

@@ -66,10 +66,10 @@ class TileWork(NamedTuple):
     Attributes:
       finish: ``finish(held, at, statistics, early)`` computes one tile. `held` are the operands'
         buffers in shared memory, ``(stages, rows, cols)``. `at` is the position of the tile's first
-        row in them (a `RowIndex`). The arguments `statistics` and `early` are the values that the
-        functions ``statistics(first)`` and ``early(first)`` have returned for this tile. `finish`
-        returns a pair: the values of each result, and the terms of the column sums. The terms of
-        the first fragment (range of columns) come first.
+        row in these buffers (a `RowIndex`). The arguments `statistics` and `early` are the values
+        that the functions ``statistics(first)`` and ``early(first)`` have returned for this tile.
+        `finish` returns a pair: the values of each result, and the terms of the column sums. The
+        terms of the first fragment (range of columns) come first.
       statistics: ``statistics(first)`` loads the statistics of a tile from global memory. It is
         called one pipeline step before the statistics are used. `first` is the index of the tile's
         first row in the array.

@@ -12,10 +12,10 @@ backward pass starts from the saved input. It recomputes the activation's argume
 bias, and d is dy * activation'(n).
 
 As in the forward pass, |G| has a lower limit (`Spec.scale_floor`), and the bias is rounded to y's
-dtype. |xh| is clipped to sqrt(N), which it cannot exceed mathematically, and |y| to the largest
-finite number (`Spec.y_limit`). If the row that is normalised is also used elsewhere, it has a
-second cotangent, dh. The kernel adds dh to dx before dx is rounded. Each block sums dscale and
-dbias over its own rows. The sums of the blocks are added outside the kernel, in a fixed order.
+dtype. |xh| is clipped to sqrt(N), its mathematical bound. |y| is clipped to the largest finite
+number (`Spec.y_limit`). If the row that is normalised is also used elsewhere, it has a second
+cotangent, dh. The kernel adds dh to dx before dx is rounded. Each block sums dscale and dbias over
+its own rows. The sums of the blocks are added outside the kernel, in a fixed order.
 
 The public functions of this module run a backward pass. `Implementation.backward` describes their
 arguments and results. The argument `schedule` replaces the default schedule. Statistics are

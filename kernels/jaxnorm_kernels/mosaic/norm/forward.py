@@ -157,7 +157,7 @@ class _Row:
     Attributes:
       spec: the call's spec.
       tile: how a block distributes its rows over threads.
-      loaded: the row.
+      loaded: the row, as a `LoadedRow`.
       scratch: shared memory for the exchange of statistics.
       columns: ``columns(k)`` returns G and the bias of norm number k, counted from 0. In a call
         with a branch_scale, there is only norm 0, and ``columns(1)`` returns the branch_scale.
@@ -336,9 +336,9 @@ def _merge(
 ) -> tuple[Stat | None, Stat]:
     """Merge the statistics of a row's parts. Return the row's mean and its sum of (x - mean)^2.
 
-    Each warp has a part of the row, of `size` columns. `mean` is the mean of this part, and
-    `square` is the sum of (x - mean)^2 over the part. `gather` returns the values of all parts to
-    every warp (`rows.exchange.Gather`).
+    Each warp has a part of the row, and `size` is the number of columns of this part. `mean` is the
+    mean of this part, and `square` is the sum of (x - mean)^2 over the part. `gather` returns the
+    values of all parts to every warp (`rows.exchange.Gather`).
     """
     if mean is None:
         (part_square,) = gather(square)

@@ -27,7 +27,7 @@ from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.specs import Spec
 
 # -------------------------------------------------------------------------------------------------
-# RMSNorm of heads, followed by the rotation of the pairs (na, nb) of columns of n:
+# RMSNorm of heads, followed by a rotation. It rotates pairs of columns of n, called na and nb:
 #
 #     n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
 #     y = (na cos - nb sin, nb cos + na sin), and y = n in columns that are not rotated
@@ -85,10 +85,10 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
 #     both               d' = R' d,                      dx = r (d' G - xh c2)
 #                        dscale = sum_rows(d' xh)
 #
-# |xh| is clipped to sqrt(N), which it cannot exceed mathematically. This matters if one column of a
-# pair has a small scale, and the other column a large one. R' y mixes the two columns, so the
-# rounding error of the large y may be much larger than n of the column with the small scale. The
-# loop over rows is in `loops.narrow_rows`.
+# |xh| is clipped to sqrt(N), its mathematical bound. This matters if one column of a pair has a
+# small scale, and the other column a large one. R' y mixes the two columns, so the rounding error
+# of the large y may be much larger than n of the column with the small scale. The loop over rows is
+# in `loops.narrow_rows`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _RotatedRows:
     gains: tuple[Fragments, Fragments]
 
     def load(self, first: Any) -> tuple[Fragments, jax.Array]:
-        """Return a pair, [cos, sin] and rstd of a tile. `first` is the index of its first row."""
+        """Return a pair: [cos, sin], and rstd. `first` is the index of the tile's first row."""
         shared = self.spec.norm.table_rows
         assert shared is not None
         table = self.tile.load_tables(self.tables, shared, first)

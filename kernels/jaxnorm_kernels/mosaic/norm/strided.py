@@ -17,8 +17,8 @@ The equations are the same as in `norm.forward` and `norm.backward`, with two di
       n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
 
 Each block (or cluster of blocks) loads a strip of the array into shared memory (see `rows.strips`),
-and reads it there several times. Each warp computes statistics of its own columns. They are merged
-over the warps of a block, and then over the blocks of a cluster.
+and reads it there several times. Each warp computes statistics of its own columns. These statistics
+are merged over the warps of a block, and then over the blocks of a cluster.
 """
 
 import functools

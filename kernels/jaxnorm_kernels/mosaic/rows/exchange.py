@@ -1,9 +1,9 @@
 """Exchange of values between the warps that share a row, in a block or in a cluster of blocks.
 
-After a `Gather`, every warp has the values of all warps; after `RowSums`, it has their sums. The
-blocks of a cluster write values into each other's shared memory, which CUDA calls distributed
-shared memory. Barriers count the arriving bytes (`TransactionBarriers`). Pallas has no such
-operations, so they are written in PTX. The interpreter does not support clusters.
+After a `Gather`, every warp has the values of all warps. After `RowSums`, every warp has the sums
+of these values. The blocks of a cluster write values into each other's shared memory, which CUDA
+calls distributed shared memory. Barriers count the arriving bytes (`TransactionBarriers`). Pallas
+has no such operations, so they are written in PTX. The interpreter does not support clusters.
 """
 
 import dataclasses
@@ -44,9 +44,10 @@ MESSAGE = 4
 # with ``st.async``, without waiting. A thread that waits for the barrier then sees all sent values.
 # Plain stores followed by an arrival at the other blocks' barriers do not work, because the arrival
 # may become visible before the stores (H200: a wrong sum in some rows of a million). A fence would
-# fix the order, but it also waits for all earlier stores of the block. If these include the block's
-# results, the wait costs a third of the bandwidth. Even without such stores, the fence of a cluster
-# barrier takes longer than sending the values: 12 of 162 us in GroupNorm followed by silu (H100).
+# fix the order, but it also waits for all earlier stores of the block. If these earlier stores
+# include the block's results, the wait costs a third of the bandwidth. Even without such stores,
+# the fence of a cluster barrier takes longer than sending the values: 12 of 162 us in GroupNorm
+# followed by silu (H100).
 #
 # Pallas has no such operations, so they are written in PTX. The interpreter does not support
 # clusters.
@@ -102,7 +103,7 @@ class TransactionBarriers:
     def receive(self, barriers: Ref, stage: Any, parity: Any) -> None:
         """Wait until all bytes that were announced for an exchange have arrived.
 
-        If it is the n-th exchange that uses this stage (counted from 0), `parity` is n % 2.
+        `parity` is n % 2 for the n-th exchange that uses this stage (counted from 0).
         """
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
@@ -121,7 +122,7 @@ def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
 
 
 def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
-    """Announce `size` incoming bytes to a barrier of this block: it will wait for them.
+    """Tell a barrier of this block to wait for `size` incoming bytes.
 
     All threads call this function, but only the thread in which `is_one` is true announces bytes.
     """
@@ -317,7 +318,7 @@ class Exchange:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
                 target += (rank * self.warpgroups + thread // WARPGROUP_THREADS) * (4 * width)
-                # Lane i of warp j sends to block 4 i + j of the cluster.
+                # Lane i of warp j sends to block 4 i + j, if the cluster has this block.
                 block = thread % WARP * WARPS + thread // WARP % WARPS
                 messages = [(at, sums[at : at + MESSAGE]) for at in range(0, width, MESSAGE)]
             else:

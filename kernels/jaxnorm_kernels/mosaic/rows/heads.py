@@ -124,8 +124,8 @@ class HeadTile:
         """Load the tile's rows from shared memory, in float32.
 
         Returns a list with one array for each fragment (see the class's docstring). The ref has the
-        shape ``(stages, rows, cols)``. `at` is the position of the tile's first row in it: a pair
-        (index of the stage, index of the row within the stage).
+        shape ``(stages, rows, cols)``. `at` is the position of the tile's first row in the ref: a
+        pair (index of the stage, index of the row within the stage).
         """
         if not self.interleaved:
             starts, half = (0, self.pairs), self.rows_layout(self.vector)

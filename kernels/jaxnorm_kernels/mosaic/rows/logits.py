@@ -1,6 +1,6 @@
 """Masks, biases and causal masks of a softmax, and which columns of a row a softmax loads.
 
-A mask or a bias may be broadcast over the rows of x, as described by a `Shared`. A block loads the
+A mask or a bias may be broadcast over the rows of x. A `Shared` describes how. A block loads the
 rows of the mask that its own rows use, so the mask is not expanded in memory. A causal softmax does
 not load columns above the diagonal.
 """
@@ -54,8 +54,8 @@ def scaled_logits(x: jax.Array, spec: Spec) -> jax.Array:
 def shared_operands(spec: Spec) -> list[Shared | None]:
     """Return a list that describes how the mask and the bias are broadcast over the rows of x.
 
-    It has an entry for the mask, if the pass reads a mask, and then an entry for the bias, if there
-    is one. An entry is a `Shared`, or None if the spec does not describe the broadcast.
+    The first entry describes the mask, if the pass reads a mask. The next entry describes the bias,
+    if there is a bias. An entry is a `Shared`, or None if the spec does not describe the broadcast.
     """
     if not spec.is_softmax:
         return []
@@ -71,9 +71,9 @@ def depends_on_index(spec: Spec) -> bool:
 def run_of_rows(spec: Spec) -> int:
     """Return the length of a *run*: consecutive rows of x that a block may process together.
 
-    The rows of a run either use consecutive rows of the mask (or bias), or all use the same row of
-    it. In a causal softmax, they also belong to the same score matrix, in which rows are queries
-    and columns are keys.
+    The rows of a run use either consecutive rows of the mask (or bias), or the same row. In a
+    causal softmax, the rows of a run also belong to the same score matrix, in which rows are
+    queries and columns are keys.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
     return math.gcd(*runs, *([spec.softmax.queries] if spec.is_causal else []))
@@ -289,7 +289,7 @@ def first_row(tile: Tile, spec: Spec) -> Any:
 
 
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
-    """Return which row of an operand (mask, bias or table) is used by row `row` of x."""
+    """Return the index of the row of a mask, bias or table that row number `row` of x uses."""
     index, rows_inside = jnp.int32(0), 1
     for at, (size, has_each) in reversed(list(enumerate(shared.segments))):
         if has_each:

@@ -1,4 +1,4 @@
-"""Strips: how an array that is normalised over an axis other than its last is split (GroupNorm).
+"""Strips: parts of an array that is normalised over an axis other than the last (GroupNorm).
 
 The array is ``(outer, cols, inner)``, and the middle axis is normalised. A *strip* consists of all
 columns for one outer index and `width` neighbouring inner elements. The width is large enough to
@@ -19,8 +19,8 @@ group have the same value, with identical bits. In global memory, it has one val
 If the width does not divide the inner axis, the last strip ends with the axis and overlaps the
 previous strip. If the group size does not divide the width, a strip may contain only a part of its
 last group. Strips then overlap, so that each group is complete in some strip. Each strip *owns* a
-range of complete groups, and stores only these. Each group is owned by exactly one strip. The
-statistics of incomplete groups are meaningless.
+range of complete groups, and stores only results of these groups. Each group is owned by exactly
+one strip. The statistics of incomplete groups are meaningless.
 """
 
 import dataclasses
@@ -100,8 +100,8 @@ class StripSchedule:
     def __post_init__(self) -> None:
         """Raise ValueError if the sizes do not fit together."""
         if not 2 <= self.threads < WARP:
-            # Mosaic cannot infer a layout if one thread covers the width, or if each warp has only
-            # one column.
+            # Mosaic cannot infer a layout if one thread covers a strip's width (threads = 1), or if
+            # a warp has only one column of each unit (threads = WARP).
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
@@ -467,7 +467,7 @@ class Strip:
     ) -> T:
         """Call ``carry = step(unit, carry)`` for `units` consecutive units; see `_walk`.
 
-        The first of them is unit number `first`, counted from column `start`.
+        The first of these units is unit number `first`, counted from column `start`.
         """
         unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)

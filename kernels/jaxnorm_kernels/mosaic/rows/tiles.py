@@ -58,7 +58,7 @@ class _Reduction(NamedTuple):
     Attributes:
       within: reduces an array along an axis.
       pairwise: combines two arrays, element by element.
-      neutral: the number that does not change the result.
+      neutral: the number that does not change the result, such as 0 for a sum.
     """
 
     within: Callable[..., jax.Array]

@@ -1,4 +1,4 @@
-"""16-byte loads and stores for rows of any alignment, which are split into a body and two edges.
+"""16-byte loads and stores for rows of any alignment: a row is split into a body and two edges.
 
 If the length of rows is not a multiple of 16 bytes, most rows do not start at an address that is a
 multiple of 16 bytes. The *body* of a row starts at the row's first element with such an address.

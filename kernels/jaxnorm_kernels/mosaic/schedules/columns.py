@@ -1,4 +1,4 @@
-"""Numbers of registers and bytes that a column of a row needs, from which schedules follow."""
+"""Numbers of registers and bytes per column of a row. Schedules are computed from them."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def registers(spec: Spec) -> int:
 
 
 def param_sizes(spec: Spec) -> list[int]:
-    """Return the bytes per column of each parameter (scale, bias and others)."""
+    """Return the bytes per column of each parameter of the call (such as scale), as a list."""
     return _sizes(*map(spec.dtype, ("scale", "bias", "next_scale", "branch_scale")))
 
 
@@ -48,7 +48,8 @@ def data_bytes(spec: Spec) -> int:
 def row_vector(spec: Spec) -> int:
     """Return the number of elements that a thread loads at once from a row.
 
-    All arrays of the shape of x are loaded with this number. A softmax's bias does not affect it.
+    A thread loads this many elements at once from every array of x's shape. A softmax's bias does
+    not affect the number.
     """
     return vector_width(spec.cols, *spec.operand_dtypes, spec.y_dtype)
 

@@ -7,9 +7,10 @@ The rules follow from these properties of the hardware (H100, H200):
   1024 threads (8 warpgroups) fit on an SM. A residual that is added after the norm takes a second
   register per column (see `registers`), so the rules treat a row with such a residual like a row of
   twice the length.
-* About 64 KiB of loads in flight per SM saturate the memory bandwidth. Rows in registers reach this
-  because an SM runs several blocks: some load while others reduce or store. If rows have 32 KiB or
-  more, an SM has room for only one or two of them, so a cluster of blocks shares each row.
+* About 64 KiB of loads in flight per SM saturate the memory bandwidth. A kernel with rows in
+  registers reaches this because an SM runs several blocks: some of them load while others reduce or
+  store. If rows have 32 KiB or more, an SM has room for only one or two rows, so a cluster of
+  blocks shares each row.
 * A kernel with one block per row reaches 0.97 of a copy's bandwidth. If the rows are divided evenly
   between a few blocks per SM instead, the kernel reaches 0.91, apparently because it waits for the
   slowest SM. So a block processes several rows only if it can then load its parameters once for all
@@ -444,7 +445,8 @@ TABLE = (
     # several SMs share a row.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # More rules for calls with large parameters. The parameters stay in registers, as in the first
-    # rules of this table. In the next rule, rows are so short that several blocks fit on an SM.
+    # rules of this table. In the next rule, rows are so short that a block needs few registers, and
+    # several blocks fit on an SM.
     ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
     # In the next two rules, rows are longer, so each thread has more columns, and only one or two
     # blocks fit on an SM.

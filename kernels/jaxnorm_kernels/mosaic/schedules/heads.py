@@ -2,7 +2,7 @@
 
 A rotation acts on pairs of columns of a head. A thread loads the first columns of its pairs with
 one load, and the second columns with another. But if the columns of a pair are neighbours
-(interleaved), one load contains both. All numbers were measured on an H200.
+(interleaved), one load loads both columns of its pairs. All numbers were measured on an H200.
 """
 
 import dataclasses

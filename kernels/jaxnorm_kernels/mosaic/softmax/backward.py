@@ -7,8 +7,8 @@ z = scale * x + bias are the logits. With d = dy, and sums over the row:
     both          dx = scale * dz
                   dbias = sum(dz) over the rows of x that use the same row of the bias
 
-If y is rounded to 16 bits, its sum may differ from 1, so the kernel computes it and divides by it
-(`Spec.renormalises`). Otherwise, the division by sum(y) is left out.
+If y is rounded to 16 bits, its sum over a row may differ from 1. So the kernel computes sum(y), and
+divides by it (`Spec.renormalises`). Otherwise, the division by sum(y) is left out.
 
 If the bias has one value per row, its gradient is the sum of dz over the row. The kernel computes
 this sum from other sums:
@@ -24,9 +24,10 @@ infinite. The backward pass of softmax reads no mask, and treats elements with y
 including those whose y was rounded to 0. There is one exception: with a finite
 `SoftmaxOptions.masked_logit`, masked elements have a nonzero y but dz = 0, so the mask is read.
 
-If the cotangent d of an unmasked element is NaN or infinite, so is the sum over the row. In masked
-elements, the equations above would then multiply 0 by this sum. The product would be NaN instead
-of 0. Calls with a mask, and causal calls, therefore select 0 where y or exp(y) is 0.
+If the cotangent d of an unmasked element is NaN or infinite, the sum over the row is NaN or
+infinite, too. In masked elements, the equations above would then multiply 0 by this sum. The
+product would be NaN instead of 0. Calls with a mask, and causal calls, therefore select 0 where y
+or exp(y) is 0.
 """
 
 import dataclasses

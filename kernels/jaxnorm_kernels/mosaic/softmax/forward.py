@@ -5,8 +5,8 @@ With m = max(z) over the unmasked elements of a row:
     softmax      y = exp(z - m) / sum(exp(z - m))       0 if masked
     log_softmax  y = z - m - log(sum(exp(z - m)))       -inf if masked
 
-If several warps share a row, each of them reduces a part of it. Part p has the maximum m_p, and the
-sum s_p = sum(exp(z - m_p)) over its elements. These maxima and sums are merged:
+If several warps share a row, each of them reduces a part of the row. Part p has the maximum m_p,
+and the sum s_p = sum(exp(z - m_p)) over its elements. These maxima and sums are merged:
 
     m = max(m_p)        sum(exp(z - m)) = sum(s_p exp(m_p - m))
 """
@@ -93,7 +93,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
                 # This warp has computed e = exp(z - m_p) with the maximum m_p of its part of the
-                # row. Rescale it: exp(z - m) = exp(z - m_p) exp(m_p - m).
+                # row. Rescale e: exp(z - m) = exp(z - m_p) exp(m_p - m).
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
