@@ -150,8 +150,8 @@ class Implementation(NamedTuple):
         residual's dtype. The rounded array is the gradient of the residual. If h = x + residual,
         the gradient of x is the rounded array, too, cast to x's dtype. If x is normalised or scaled
         before it is added to the residual, the gradients of x, scale and branch_scale may be
-        computed from the gradient of h before it is rounded. If y has no cotangent, the gradient of
-        h is the cotangent of h.
+        computed from the unrounded gradient of h. If y has no cotangent, the gradient of h is the
+        cotangent of h.
       why_unsupported: a function that returns the reason why the implementation cannot run a call,
         as a sentence for users. It returns None if the implementation can run the call.
       why_not_default: a function that returns the reason why the implementation is not the default

@@ -24,7 +24,7 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: * A norm has ``(rstd,)`` or ``(rstd, mean)``. A call with two norms has one rstd for each norm.
 #: * A loss has ``(m, log_s)``. m is the maximum of the row's unmasked logits x, log_s is
 #:   log(sum(exp(x - m))), and m + log_s is the log-sum-exp. log_s is -inf if the row has no
-#:   unmasked logits, or if its position is masked. In a cross-entropy, it is NaN if the label is
+#:   unmasked logits, or if its position is masked. In a cross-entropy, log_s is NaN if the label is
 #:   not a column of the row.
 #: * A divergence has m and log_s of the student's logits, then m and log_s of the teacher's logits.
 Stats = tuple[jax.Array, ...]
@@ -95,8 +95,8 @@ class NormOptions:
         operation with two norms, this is the choice for the second norm. The backward pass of the
         first norm always starts from x.
       activation: the name of a function of `jax.nn`, which is called with its default options, or
-        None. In a gated norm, it is applied to the gate. In a plain norm that saves its input, it
-        is applied to the result: `y = activation(norm(x))`.
+        None. In a gated norm, the function is applied to the gate. In a plain norm that saves its
+        input, the function is applied to the result: `y = activation(norm(x))`.
       norm_before_gate: True for y = norm(x) * activation(gate), False for y = norm(x *
         activation(gate)).
       rotated: the number of columns that are rotated. They are the first columns of a row.
@@ -152,7 +152,7 @@ class LogitsOptions:
       mask_rows: how rows of x map to rows of the mask. None if there is no mask. Also None for a
         mask that is broadcast along some but not all of the normalised axes, because such a mask is
         neither ``(n, cols)`` nor ``(n, 1)``.
-      logits_scale: the number by which x is multiplied, if it is static; 1 if it is an operand.
+      logits_scale: the static number by which x is multiplied; 1 if the scale is an operand.
       has_scale: True if x is multiplied by an operand that has one number for each row.
     """
 
@@ -260,14 +260,14 @@ class Spec:
         normalised over the middle axis. Only an implementation whose `takes_inner` returns True
         gets such a spec.
       inner_cols: if above 1, this number of adjacent inner indices is normalised together, such as
-        the channels of a group in GroupNorm. A row then has all elements with one outer index and
-        with these inner indices, which are ``cols`` elements. Statistics then have the shape
-        ``(outer * inner / inner_cols,)``.
+        the channels of a group in GroupNorm. A row then consists of the ``cols`` elements that have
+        one outer index and these inner indices. Statistics then have the shape ``(outer * inner /
+        inner_cols,)``.
       cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded. ``cols``
         is then the number of columns of all shards together. Only the xla implementation supports
         sharded columns.
-      axes_over: for each of ``axes``, the mesh axes over which it is sharded. Losses use them to
-        find the shard that contains the column of a label.
+      axes_over: for each of ``axes``, the mesh axes over which this axis is sharded. Losses use
+        them to find the shard that contains the column of a label.
     """
 
     op: Op

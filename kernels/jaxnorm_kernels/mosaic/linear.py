@@ -418,7 +418,7 @@ class _ProductKernel:
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
-        """Release the buffers of x and weight of a step, whose matmul must be finished."""
+        """Release a step's buffers of x and weight. The step's matmul must be finished."""
         if is_interpreted():
             release_used()
         plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])

@@ -67,8 +67,8 @@ class Schedule:
       registers: the maximum number of registers of a thread.
       programs: the number of persistent programs in the grid. A persistent program loops over rows.
         Kernels without such a loop ignore this number.
-      stages: the number of tiles that a persistent program has in flight. With 1, it does not
-        prefetch.
+      stages: the number of tiles that a persistent program has in flight. With 1, the program does
+        not prefetch.
       hold_params: True if the backward kernel of a norm holds scale and bias in registers, False if
         it loads them for each row.
     """

@@ -98,7 +98,7 @@ _SUMS = len(_Sums._fields)
 
 
 class _Pair(NamedTuple):
-    """The specs of P's and Q's logits, which may differ in dtype and softcap."""
+    """The specs of P's and Q's logits. The two specs may differ in dtype and softcap."""
 
     p: Spec
     q: Spec

@@ -87,8 +87,8 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
 def finite(exponent: jax.Array) -> jax.Array:
     """Return `exponent`, but at least `_FAR`.
 
-    The product of 0 and an exponent of -inf would be NaN. With this limit, it is 0. The product of
-    the limit and a sum of exponentials is finite.
+    The product of 0 and an exponent of -inf would be NaN. With this limit, the product is 0. The
+    product of the limit and a sum of exponentials is finite.
     """
     return jnp.maximum(exponent, _FAR)
 

@@ -142,8 +142,8 @@ def in_shared(address: Word) -> Any:
 #
 # Mosaic's own loads and stores are more general: each of them computes the thread's index and the
 # position of its elements, in about 30 operations. The compiler merges repeated operations, but
-# slow Python code emits each of them. Here, a load takes about 12 operations, and several loads in
-# one inline function compute the thread's position only once.
+# slow Python code emits every operation. Here, a load takes about 12 operations, and several loads
+# in one inline function compute the thread's position only once.
 
 
 class Places(NamedTuple):

@@ -14,8 +14,8 @@ from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
 # Lower limit of the maxima m that are computed for parts of a row. If a part contains only -inf,
-# exp(x - m) would be NaN for m = -inf. With this finite limit, it is 0. If the entire row is -inf,
-# the softmax is still NaN, from 0 / 0.
+# exp(x - m) would be NaN for m = -inf. With this finite limit, exp(x - m) is 0. If the entire row
+# is -inf, the softmax is still NaN, from 0 / 0.
 LOWEST = float(np.finfo(np.float32).min)
 
 

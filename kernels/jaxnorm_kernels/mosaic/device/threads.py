@@ -78,7 +78,7 @@ def tanh(unit: jax.Array, times: float | jax.Array) -> jax.Array:
     denominators, and this product must not overflow. So the argument of exp has an upper limit. The
     limit changes only results that are within 2^-28 of 1: they become 1.
 
-    The reciprocal has an error of at most 3 ulp, of which 1 ulp is from the instruction. The
+    The reciprocal has an error of at most 3 ulp, including 1 ulp from the instruction. The
     exponential contributes at most a quarter ulp. The factor 2 in the formula doubles these errors.
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))

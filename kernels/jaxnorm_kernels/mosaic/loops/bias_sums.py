@@ -1,4 +1,4 @@
-"""The gradient of a softmax's bias, which is broadcast over the rows of x.
+"""The gradient of a softmax's bias. The bias is broadcast over the rows of x.
 
 A row of this gradient is a sum over all rows of x that use the same row of the bias. The terms are
 rows of dz, the gradient of the logits. A block processes the rows of dz one after the other,

@@ -1,4 +1,4 @@
-"""Pipelined backward passes over narrow rows, in which each warp processes entire rows.
+"""Pipelined backward passes over narrow rows: each warp processes entire rows.
 
 As in the module `pipelined`, a block is persistent: it processes many rows, and accumulates its
 column sums in registers. Asynchronous copies (TMA) fill a ring of buffers in shared memory, called
@@ -84,7 +84,7 @@ class TileWork(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _NarrowRowsKernel:
-    """The loop over the rows of a block, which consists of one warpgroup (128 threads).
+    """The loop over the rows of a block. The block has one warpgroup (128 threads).
 
     Attributes:
       work: the functions that are called for each tile.
@@ -128,7 +128,7 @@ class _NarrowRowsKernel:
             warpgroup_barrier()
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
+        """Store the results of step `k`, update the column sums, and refill the step's buffer."""
         statistics, carried = carry
         # Load the statistics of the next step now, so that they arrive during the current step.
         following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))

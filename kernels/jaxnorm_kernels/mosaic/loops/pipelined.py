@@ -64,7 +64,8 @@ class Stages:
     Attributes:
       count: number of stages.
       steps: number of steps of the block.
-      full: a barrier per stage. The stage's copies signal it when they have arrived.
+      full: a barrier per stage. The stage's copies signal this barrier when their data have
+        arrived.
       copies: ``copies(k, stage)`` returns a pair (source, target) for each copy that loads the rows
         of step k into stage number `stage`. Each copy moves consecutive bytes.
       ring: index of this ring of stages if each warpgroup of the block has its own ring. None if
@@ -308,7 +309,7 @@ class _PipelinedKernel:
         self.sums.publish(self.exchanged, parts, k)
 
     def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-        """Store the results of step `k`, add to the column sums, and refill the step's buffer."""
+        """Store the results of step `k`, update the column sums, and refill the step's buffer."""
         totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
         at, first = self.stages.at(k), self.share.first_row(k)
         for row in range(self.ring.rows):

@@ -21,9 +21,9 @@ With a gate, y is rounded once, after the multiplication::
 
 The variance is never computed as E[x^2] - E[x]^2, which suffers from cancellation. Instead, a row
 in registers is reduced twice: first for the mean, then for the sum of (x - mean)^2. If several
-warps share a row, each of them reduces a part of it. Part p has n_p elements and the mean mean_p,
-and M_p = sum((x - mean_p)^2) over the part. The parts are merged as by Chan, Golub and LeVeque
-(1979)::
+warps share a row, each of them reduces a part of the row. Part p has n_p elements and the mean
+mean_p, and M_p = sum((x - mean_p)^2) over the part. The parts are merged as by Chan, Golub and
+LeVeque (1979)::
 
     mean = sum(n_p mean_p) / n      sum((x - mean)^2) = sum(M_p + n_p (mean_p - mean)^2)
 """

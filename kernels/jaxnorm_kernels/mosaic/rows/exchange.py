@@ -192,7 +192,7 @@ class Exchange:
     """Exchange of a row's values between the warps of a block, or of all blocks of a cluster.
 
     Within a block of up to 8 warpgroups, the values go through shared memory. Between the blocks of
-    a cluster, they are sent as messages.
+    a cluster, values are sent as messages.
 
     Attributes:
       warpgroups: number of warpgroups (of 4 warps) per block.
@@ -240,8 +240,8 @@ class Exchange:
         """Shape of a stage, which is the memory for one exchange.
 
         A stage has one element for each contribution to each value (see `parts`). Its shape is
-        (number of values, number of contributions). If warpgroups add their warps' values, it is
-        (number of contributions, number of values with padding); see `_width`.
+        (number of values, number of contributions). If warpgroups add their warps' values, the
+        shape is (number of contributions, number of values with padding); see `_width`.
         """
         return (self.parts, self._width) if self._is_added else (self.values, self.parts)
 
@@ -334,7 +334,7 @@ class Exchange:
     def _announce(self, barrier: mgpu.Word) -> None:
         """Announce this warpgroup's part of the bytes that the block will receive.
 
-        The block's warpgroups announce equal parts. Its barrier waits for all of them.
+        The block's warpgroups announce equal parts. The block's barrier waits for all these bytes.
         """
         rows, width = self._slots
         is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
@@ -398,9 +398,9 @@ class RowSums(Exchange):
     scratch memory.
 
     Attributes:
-      in_lanes: how the contributions to a sum are added. If False, each thread reads all of them
-        and adds them, which is fast. If True, each thread reads one of them, and the warp adds them
-        with shuffles, which saves registers.
+      in_lanes: how the contributions to a sum are added. If False, each thread reads and adds all
+        contributions; this is fast. If True, each thread reads one contribution, and the warp adds
+        them with shuffles; this saves registers.
     """
 
     in_lanes: bool = False

@@ -9,9 +9,9 @@ rotated columns are arranged in one of two ways::
     half            columns 0 ... r/2-1     columns r/2 ... r-1     the rest
     interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
 
-The tables of cos and sin have a row per position, which several heads share. They are not expanded
-in memory. If all rows of a tile have the same position, the table row of this position is loaded
-once; otherwise a table row is loaded for each row of the tile.
+The tables of cos and sin have one row per position. Several heads share a position, but the tables
+are not expanded in memory. If all rows of a tile have the same position, the table row of this
+position is loaded once; otherwise a table row is loaded for each row of the tile.
 """
 
 import dataclasses

@@ -188,7 +188,7 @@ class LogitRows:
     def each(self, function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
         """Apply a function to each fragment (column range) of the rows.
 
-        In a causal softmax, it is not applied to fragments above the diagonal: their results are 0.
+        In a causal softmax, fragments above the diagonal are skipped: their results are 0.
         """
         if not self.spec.softmax.causal:
             return each_fragment(function, values)
@@ -275,9 +275,9 @@ class LogitRows:
 def first_row(tile: Tile, spec: Spec) -> Any:
     """Return the index in x of the rows that a block processes.
 
-    If several rows of x use the same row of the bias or the mask, they are assigned to blocks that
-    run at the same time. The first of these blocks loads this row of the bias or mask from memory,
-    and the other blocks load it from the L2 cache.
+    If several rows of x use the same row of the bias or the mask, these rows of x are assigned to
+    blocks that run at the same time. The first of these blocks loads this row of the bias or mask
+    from memory, and the other blocks load it from the L2 cache.
     """
     operands = [s for s in shared_operands(spec) if s is not None and s.has_columns and s.segments]
     shared = operands[-1] if operands else None

@@ -134,7 +134,7 @@ class StripSchedule:
 
     @property
     def count(self) -> int:
-        """Number of strips of the array. Each is processed by one block or one cluster."""
+        """Number of strips of the array. Each strip is processed by one block or one cluster."""
         return self.outer * self.across
 
     @property
@@ -330,8 +330,8 @@ class Strip:
     def store_stat(self, ref: Ref, stat: Stat) -> None:
         """Store a statistic of the strip's inner elements.
 
-        In `ref`, it has one value for each group of inner elements that are normalised together
-        (see `StripSchedule.stats_shape`).
+        In `ref`, the statistic has one value for each group of inner elements that are normalised
+        together (see `StripSchedule.stats_shape`).
         """
         if self.strips.group == 1:
             self.store_inner(ref, stat)

@@ -59,9 +59,9 @@ class RowFragments:
     def of(cls, cols: int, widest: int, end: int | None = None) -> "RowFragments":
         """Return `RowFragments` for rows of `cols` columns.
 
-        A vector has `widest` columns, which must be a power of 2. If rows are so short that a unit
-        does not fit in the body, the vector is halved until the unit fits. By default, `end` is
-        `cols`: there is no padding.
+        A vector has `widest` columns; `widest` must be a power of 2. If rows are so short that a
+        unit does not fit in the body, the vector is halved until the unit fits. By default, `end`
+        is `cols`: there is no padding.
         """
         vector, end = widest, cols if end is None else end
         while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:
@@ -80,7 +80,7 @@ class RowFragments:
 
     @property
     def body(self) -> int:
-        """Number of columns in the body of a row, which is loaded in 16-byte vectors."""
+        """Number of columns in the body of a row. The body is loaded in 16-byte vectors."""
         most = self.cols - (self.vector - 1) * self.has_edges
         return most // self.vector * self.vector
 

@@ -55,7 +55,7 @@ def row_vector(spec: Spec) -> int:
 
 
 def full_bias_dtype(spec: Spec) -> np.dtype | None:
-    """Return the dtype of a softmax's bias if it has a value for each column, otherwise None.
+    """Return the dtype of a softmax's bias if the bias has a value for each column, else None.
 
     Such a bias is loaded together with x.
     """

@@ -231,8 +231,8 @@ _HELD_VALUES, _REREAD_VALUES = 32, 48
 
 #: Maps the number of blocks per cluster to the best number of rows per block, as measured on an
 #: H200. In the measured calls, the parameters of a column had as many bytes as one element of x and
-#: one element of y together. If they have r times as many bytes in a call, `_tiles_of_a_block`
-#: multiplies the number of rows per block by r^2.
+#: one element of y together. If the ratio of these two numbers of bytes is r instead of 1,
+#: `_tiles_of_a_block` multiplies the number of rows per block by r^2.
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 # Minimum number of blocks per SM, so that all SMs finish at about the same time.
 _BLOCKS_OF_SM = 3
@@ -304,7 +304,8 @@ def _threads(cols: int, vector: int) -> int:
     The threads of a row together load a range of columns at once, one vector of `vector` columns
     per thread. If the size of this range does not divide the row, some columns are loaded twice.
     The result is the largest number of threads for which few enough columns are loaded twice (see
-    `_MOST_READ`). If this is impossible, it is the number for which the fewest columns are loaded.
+    `_MOST_READ`). If this is impossible, the result is the number for which the fewest columns are
+    loaded.
     """
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}

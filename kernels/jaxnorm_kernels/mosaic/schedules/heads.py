@@ -20,8 +20,8 @@ from jaxnorm_kernels.specs import Spec
 _MOST_COLUMNS = 16
 #: Maximum number of columns of a head, so that it fits in the registers of one warp.
 MOST_COLS = _MOST_COLUMNS * WARP
-#: Minimum number of rows of a call. It is the number of rows of the largest tile, in which two
-#: threads share each row. So every supported call has enough rows for one tile.
+#: Minimum number of rows of a call. The largest tile, in which two threads share each row, has this
+#: number of rows. So every supported call has enough rows for one tile.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
 # Maximum number of bytes of x per thread in the forward pass: two loads of 16 bytes.

@@ -58,8 +58,8 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
 
     # For each number of blocks that could be launched, estimate the time of the kernel, counted in
     # steps of the pipeline. If more blocks are launched than can run at the same time, they run in
-    # rounds. A round takes as long as one block: it fills the pipeline, which takes as long as one
-    # step per stage, and then processes its steps.
+    # rounds. A round takes as long as one block. The time of a block is one step for each stage, to
+    # fill the pipeline, plus the block's own steps.
     times = [
         -(-groups * blocks // most) * (-(-steps // blocks) + schedule.stages)
         for blocks in range(1, min(steps, most) + 1)
@@ -102,9 +102,9 @@ _KEPT_REGISTERS = 32
 #     768 columns of float32           0.97               0.92
 #     512 columns of bfloat16          0.83               0.87
 _WARPGROUP_ROWS = 768
-# Minimum number of rows for the narrow-rows kernel. It is the number of rows of the largest tile,
-# in which two threads share each row. So a call that uses this kernel always has enough rows for
-# one tile.
+# Minimum number of rows for the narrow-rows kernel. The largest tile, in which two threads share
+# each row, has this number of rows. So a call that uses this kernel always has enough rows for one
+# tile.
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
@@ -119,7 +119,7 @@ def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
 
 
 def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
-    """Return the schedule for narrow rows, in which each warp processes entire rows.
+    """Return the schedule for narrow rows: each warp processes entire rows.
 
     A stage contains as many rows as the limits allow.
     """

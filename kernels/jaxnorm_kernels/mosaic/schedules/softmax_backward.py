@@ -1,4 +1,4 @@
-"""Schedules of the backward pass of softmax, in which rows stay in registers."""
+"""Schedules of the backward pass of softmax. Its kernels hold rows in registers."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
 """Schedules of norms over an axis other than the last: a table of strip sizes.
 
-The kernels split an array into strips, which `rows.strips` defines. So they need no transpose of
-the array. The numbers are for Hopper (H100, H200).
+The kernels split an array into strips (see `rows.strips`), and need no transpose of the array. The
+numbers are for Hopper (H100, H200).
 """
 
 import dataclasses
