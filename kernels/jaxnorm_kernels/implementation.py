@@ -139,7 +139,7 @@ def takes_no_inner(spec: Spec) -> bool:
 
 
 class Implementation(NamedTuple):
-    """The functions of an implementation: the constant ``IMPLEMENTATION`` of its package.
+    """The functions of an implementation. Its package defines them as ``IMPLEMENTATION``.
 
     Attributes:
       forward: a function that runs a forward pass. It returns a `Results` with the results that
@@ -160,9 +160,9 @@ class Implementation(NamedTuple):
         inner)`` arrays of a call with ``spec.inner``.
       platforms: a function that returns the supported platforms ("cpu", "cuda", "rocm", "tpu"), or
         None if all platforms are supported.
-      caveat: a function that returns a sentence which warns the user if something about a call's
-        kernel is unknown, such as its time on the local GPU. It returns None if there is nothing to
-        warn about.
+      caveat: a function that returns a warning for the user, as a sentence, if something about a
+        call's kernel is unknown, such as its time on the local GPU. It returns None if there is
+        nothing to warn about.
       tangent: a function that takes residuals and the tangents of the operands (None stands for 0),
         and returns the tangents of the results. For a plain norm, the tangent of h is the tangent
         of x. Only the xla implementation has this function. In all others, the attribute is None.

@@ -459,8 +459,8 @@ class Spec:
     def has_stats(self) -> bool:
         """True if the statistics are in `outputs`.
 
-        The forward pass then returns them. The tangent pass (forward-mode differentiation) returns
-        their tangents, and the backward pass takes their cotangents.
+        The forward pass then returns the statistics. The tangent pass (forward-mode
+        differentiation) returns their tangents, and the backward pass takes their cotangents.
         """
         return not set(self.statistics).isdisjoint(self.outputs)
 
@@ -562,7 +562,7 @@ class Spec:
     def returns_mean(self) -> bool:
         """True if the statistics include the mean.
 
-        They include it only in a LayerNorm that saves its input.
+        The mean is a statistic only in a LayerNorm that saves its input.
         """
         return self.saves_input and self.norm.subtract_mean
 

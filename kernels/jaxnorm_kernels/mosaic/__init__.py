@@ -60,7 +60,7 @@ def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
     """Run the forward pass of a call; see `Implementation.forward`.
 
     ``schedule=...`` replaces the default schedule (numbers of threads, rows per block and so on).
-    Norms over an axis other than the last ignore it.
+    Norms over an axis other than the last ignore ``schedule``.
     """
     if spec.inner > 1:
         return norm_strided_fwd(operands, spec)
@@ -72,7 +72,7 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
     """Run the backward pass of a call; see `Implementation.backward`.
 
     ``schedule=...`` replaces the default schedule (numbers of threads, rows per block and so on).
-    Norms over an axis other than the last ignore it.
+    Norms over an axis other than the last ignore ``schedule``.
     """
     if spec.inner > 1:
         return norm_strided_bwd(residuals, cotangents, spec)

@@ -124,14 +124,15 @@ def choose(rows: int, features: int, gpu: Gpu | None = None) -> ProductSchedule:
 
 _F32 = np.dtype(np.float32)
 
-# x and weight are padded with zeros, so that their numbers of columns are multiples of this number:
-# 16 values of 16 bits, which fill a row (32 bytes) of the narrowest swizzle. A bias is padded to
-# complete tiles, because a load must not leave the array.
+# x and weight are padded with zeros. The number of columns of x, and the numbers of rows and
+# columns of weight, become multiples of this number: 16 values of 16 bits, which fill a row (32
+# bytes) of the narrowest swizzle. A bias is padded to complete tiles, because a load must not leave
+# the array.
 _SWIZZLED = 16
 
 # Number of registers per thread in the warpgroups that multiply, and in the warpgroup that copies.
 # The three warpgroups of a block share 65536 registers. Copying needs only few registers, so the
-# two multiplying warpgroups get most of them.
+# two multiplying warpgroups get most of the registers.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
 
 
@@ -269,7 +270,7 @@ def _padded(array: jax.Array, multiples: Sequence[int]) -> jax.Array:
 def _shared(
     schedule: ProductSchedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """Return the shared memory and the barriers of a block, as a dict with a name for each."""
+    """Return a dict that maps names to the shared memory and the barriers of a block."""
     stages = schedule.stages
     return {
         # The matrix instructions require the same swizzle for x and weight.

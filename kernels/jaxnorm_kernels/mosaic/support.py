@@ -124,7 +124,7 @@ _CANNOT: Table = (
 _NOT_TIMED = (100,)
 
 # Reasons to leave a call to XLA by default: the whole program is faster with XLA's code, or the
-# kernels were not timed on this GPU or at such a shape. The kernels of all other calls were at
+# kernels were not timed on this GPU or for the call's shape. The kernels of all other calls were at
 # least as fast as XLA's code on an H200 and an H100 with jax 0.11.2 (`python -m benchmarks.run`;
 # the committed results are in benchmarks/results). `tests/test_defaults.py` checks this, and lists
 # the two exceptions.

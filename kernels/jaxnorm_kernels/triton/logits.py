@@ -166,8 +166,8 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
     """Return the number of columns that must be loaded for a tile of rows.
 
     In a causal softmax, a row needs only the columns up to the diagonal. The result is then the
-    largest number of columns that a row of the tile needs. In other softmaxes, it is the number of
-    all columns.
+    largest number of columns that a row of the tile needs. In other softmaxes, the result is the
+    number of all columns.
     """
     end = tiling.cols
     if logits.queries > 0:
@@ -271,8 +271,8 @@ def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constex
 def _load_shared(ptr, row, col, read, cols: tl.constexpr, operand: tl.constexpr):
     """Load the values of a mask or bias for a tile of x.
 
-    A mask or bias with columns has one value per element of the tile. One without columns has one
-    value per row.
+    A mask or bias with columns has one value per element of the tile. A mask or bias without
+    columns has one value per row.
     """
     start = renumbered(row, operand.row).to(tl.int64)[:, None]
     if operand.has_columns:

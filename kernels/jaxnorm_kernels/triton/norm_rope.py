@@ -351,8 +351,8 @@ def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.cons
 def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl.constexpr):
     """Load cos and sin of all pairs, and return them in float32.
 
-    The arrays have one row if all rows of the tile share it, and otherwise one row for each row of
-    the tile.
+    Each array has one row if all rows of the tile use the same row of the tables. Otherwise, it has
+    one row for each row of the tile.
     """
     rows: tl.constexpr = 1 if rotation.tile_shares else tiling.tile_rows
     # A tile may have rows beyond the last row of x. Even for these rows, `renumbered` returns an

@@ -390,7 +390,7 @@ _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
 # second case, there are too few rows to occupy all SMs.
 #
 # The forward pass of a divergence computes more for each element. So its programs stay small unless
-# there are few rows. Its threads hold 32 bytes of each of the two rows, and do not load ahead. With
+# there are few rows. A thread holds 32 bytes of each of the two rows, and does not load ahead. With
 # the rules of a cross-entropy, 16-bit logits take longer on an H100: 1.18 times as long with 32768
 # or 50257 columns, and 1.08 times with 128256. 32-bit logits take 0.98 times as long.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
@@ -433,9 +433,9 @@ def loss_vector(spec: Spec, schedule: Schedule) -> int:
 
     In the widest dtype of the operands, these elements have at most 16 bytes. If their number does
     not divide the row length, a row may start at an unaligned address. The kernel then starts to
-    load the row at the last aligned address before it. Rows that are shorter than two blocks of
-    `schedule.block` columns are loaded from their start. For them, the number always divides the
-    row length.
+    load the row at the last aligned address before the row. Rows that are shorter than two blocks
+    of `schedule.block` columns are loaded from their start. For these short rows, the number of
+    elements always divides the row length.
     """
     widest = max(dtype.itemsize for dtype in spec.operand_dtypes)
     most = min(_VECTOR // widest, schedule.block)

@@ -100,8 +100,8 @@ def probability(
 
     `depth` is g(x) minus its maximum over the row, and `log_sum` is log(sum(exp(f * `depth`))), so
     p = exp(f * `depth` - `log_sum`). If dx has 16 bits, b is 2: p is then computed faster, with a
-    multiplication, an addition and one instruction for 2^x. Its rounding errors are small compared
-    with the rounding of dx to 16 bits. If dx has 32 bits, b is e.
+    multiplication, an addition and one instruction for 2^x. The rounding errors of p are then small
+    compared with the rounding of dx to 16 bits. If dx has 32 bits, b is e.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum

@@ -192,7 +192,7 @@ def fresh_of(units: Sequence[Fragment], mine: Any) -> list[jax.Array | None]:
 
 
 def where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
-    """Return `value` where the mask is True, and `other` elsewhere. None is a mask of all True."""
+    """Return `value` where the mask is True, else `other`. A mask of None is True everywhere."""
     return value if mask is None else jnp.where(mask, value, other)
 
 

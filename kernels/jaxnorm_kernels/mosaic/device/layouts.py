@@ -26,7 +26,7 @@ WARPGROUP_THREADS = WARP * WARPS
 VECTOR_BYTES = 16
 # The start address and the size of an asynchronous copy must be multiples of this number of bytes.
 COPY_BYTES = 16
-# Minimum number of elements that a thread loads at once, if `fitting_vector` halves the number.
+# `fitting_vector` does not halve a vector of this many elements or fewer.
 LEAST_VECTOR = 4
 
 # Pallas has no public types for register layouts and refs.

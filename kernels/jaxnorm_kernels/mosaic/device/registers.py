@@ -84,8 +84,8 @@ def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
 def opaque(value: jax.Array) -> jax.Array:
     """Return an int32 scalar unchanged, but hide its value from the compiler.
 
-    If a condition depends on the result, the compiler must emit a branch for it. It does not move
-    instructions across this branch.
+    If a condition depends on the result, the compiler must emit a branch for this condition. The
+    compiler does not move instructions across the branch.
     """
     return _through(value, "mov.b32 $0, $1;")
 
@@ -94,9 +94,9 @@ def renewed(value: jax.Array) -> jax.Array:
     """Return an int32 scalar unchanged, but as a new value for the compiler.
 
     Use this to free registers. The compiler cannot reuse values that earlier code computed from the
-    scalar: it computes them again from the new value, instead of keeping them in registers. The
-    scalar passes through a warp shuffle, so even the assembler (ptxas) does not recognise that the
-    value is the same.
+    scalar: it computes these values again from the new scalar, instead of keeping them in
+    registers. The scalar passes through a warp shuffle, so even the assembler (ptxas) does not
+    recognise that the value is the same.
     """
     return _through(value, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 

@@ -163,7 +163,7 @@ class _NarrowRowsKernel:
 
 
 def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
-    """Return the sum over the rows of a ``(height, n)`` ref in shared memory: ``(n,)``."""
+    """Return the sum over the rows, ``(n,)``, of a ``(height, n)`` ref in shared memory."""
     height, _ = ref.shape
     together = min(height, _ADDED_AT_A_TIME)
 

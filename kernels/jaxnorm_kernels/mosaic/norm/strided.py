@@ -292,9 +292,9 @@ class _StripFormula(NormFormula):
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array]:
-        """Return d and c = x - mean. If there is an activation, d is dy times its derivative.
+        """Return d and c = x - mean.
 
-        Otherwise, d is dy.
+        d is dy. If there is an activation, d is dy times the activation's derivative.
         """
         _, *mean = stats
         c = x - mean[0] if mean else x

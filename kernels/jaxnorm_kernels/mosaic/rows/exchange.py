@@ -439,7 +439,7 @@ class RowSums(Exchange):
     def _totals(self, slots: Ref, stage: Any) -> list[jax.Array]:
         """Return the sum of each value over the warps of all blocks of the cluster.
 
-        All blocks add in the same order, so they get identical bits.
+        All blocks add in the same order, so their results are identical, bit by bit.
         """
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())

@@ -30,7 +30,7 @@ from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """A range of columns ``[start, start + width)`` of a row. It is one array in registers.
+    """A range of columns ``[start, start + width)`` of a row: one array in registers.
 
     Attributes:
       start: index of the first column.

@@ -407,8 +407,9 @@ class Strip:
     def sizes(self) -> Stat | float:
         """Return how many columns each warp sums up.
 
-        If two fragments contain the same column, it is counted only once. The result is a float if
-        all warps have the same number of columns, otherwise an array ``(4, width)`` like a `Stat`.
+        If two fragments contain the same column, the column is counted only once. The result is a
+        float if all warps have the same number of columns, otherwise an array ``(4, width)`` like a
+        `Stat`.
         """
         if not self.partition.has_tail:
             return self.partition.width / WARPS

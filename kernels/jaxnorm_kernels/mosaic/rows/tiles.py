@@ -468,8 +468,9 @@ class SplitRow(Tile):
     def part_sizes(self) -> jax.Array | float:
         """Return how many columns of the row each warp reduces.
 
-        If two fragments contain the same column, it is counted only once. The result is a float if
-        all warps have the same number of columns, otherwise an array with one number per warp.
+        If two fragments contain the same column, the column is counted only once. The result is a
+        float if all warps have the same number of columns, otherwise an array with one number per
+        warp.
         """
         body, *tail = self.fragments()
         masks = [p.is_fresh(self._columns_of(p)) for p in tail]

@@ -128,7 +128,7 @@ class ForwardRule:
     """A rule of the table of schedules: its conditions, and the sizes that it sets.
 
     The limits `cols` and `values` are for columns that need one register each. If a column needs
-    two (see `registers`), these limits are half as large.
+    two registers (see `registers`), these limits are half as large.
 
     Attributes:
       kind: the kind of tile that the rule selects.

@@ -62,7 +62,7 @@ _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 # elements of 16 bits. So with 16-bit elements, only strips of 64 elements would load entire cache
 # lines. But wider strips have more statistics to exchange. This usually takes more time than is
 # saved by loading entire cache lines. Only blocks that load few bytes become faster with wider
-# strips, so only such blocks have them.
+# strips, so wider strips are used only for such blocks.
 TABLE = (
     StripRule(width=128, kib=16, itemsize=2),
     StripRule(width=64, kib=16),

@@ -85,9 +85,9 @@ class SoftmaxFormula:
     ) -> jax.Array:
         """Return dz, the gradient of the logits.
 
-        `totals` are the row's sums of `terms`. `keep` is a list with the mask, which is True for
-        unmasked elements, if masked elements have a nonzero y (see the module's docstring).
-        Otherwise, the list is empty.
+        `totals` are the row's sums of `terms`. If masked elements have a nonzero y (see the
+        module's docstring), `keep` is a list with one array: a mask that is True for unmasked
+        elements. Otherwise, the list is empty.
         """
         total, *weights = totals
         if self.spec.renormalises:
