@@ -48,7 +48,7 @@ def overwritable(operand: jax.Array) -> Any:
     the operand is a slice, XLA allocates a buffer for the result but does not copy the slice there,
     so the kernel reads arbitrary contents. An operand that is an entire array in JAX's program may
     still be a slice in the compiled program: XLA merges matmuls that have a common operand, and
-    slices the merged result. So `own_buffer` is always applied.
+    slices the merged result. So this function always applies `own_buffer`.
     """
     return jax.new_ref(own_buffer(operand))
 

@@ -132,8 +132,8 @@ class Operation:
       operands: names of the arrays that the forward pass takes, in the order in which JAX's
         primitive takes them. These are optional: scale, bias, next_scale, mask, positions,
         logits_bias and logits_scale. All other operands are required.
-      results: a dict of the arrays that the forward pass returns: their names and kinds. y is the
-        output. h is the sum that is normalised.
+      results: a dict that maps the name of each array that the forward pass returns to its kind. y
+        is the output. h is the sum that is normalised.
       statistics: names of the row statistics that the forward pass returns for the derivative. mean
         is present only in a LayerNorm that saves its input.
       saves: two names: the name of the array that is saved with save="output", and the name of the
@@ -141,7 +141,7 @@ class Operation:
         array.
       starts_from_x: True if the derivative takes x in addition to the saved array. This is so in
         operations that normalise x, or multiply it by branch_scale, before they add the residual.
-      also_saved: names of other operands and results that are also saved for the derivative.
+      also_saved: names of other operands and results that are saved for the derivative.
       constants: names of operands that are treated as constants. They have no tangent, although
         other operands of the same kind may have one.
       through_h: names of the operands whose gradients depend on h's cotangent. A plain norm has no
@@ -149,8 +149,8 @@ class Operation:
       norms: the norms in a call. "first" is the norm of x before the residual is added. "last" is
         the norm whose result is y.
       derivative: the name of the operation whose tangent and backward pass this operation uses;
-        None if it has its own. If the name is set, y is the sum of a residual and the other
-        operation's result, so the gradient of the residual is the cotangent of y.
+        None if this operation has its own. If the name is set, y is the sum of a residual and the
+        other operation's result, so the gradient of the residual is the cotangent of y.
       has_kernels: False if only the xla implementation has the operation.
       out_name: the name of y for `jax.checkpoint` policies, or None. If the derivative starts from
         h, h has this name, too.

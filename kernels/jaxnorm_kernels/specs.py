@@ -176,8 +176,8 @@ class SoftmaxOptions(LogitsOptions):
         for a bias that is broadcast along some but not all of the normalised axes, because such a
         bias is neither ``(n, cols)`` nor ``(n, 1)``.
       masked_logit: the value that replaces a masked logit. If it is -inf, masked logits are
-        excluded, and the softmax of a row without other logits is 0. If it is a finite number, it
-        counts like any other logit, but has no gradient.
+        excluded, and the softmax of a row without other logits is 0. If it is a finite number,
+        masked logits count like other logits, but have no gradient.
       causal: True for a causal softmax. The rows of x then form matrices. In row i of each matrix,
         only columns j <= i are included.
       queries: for a causal softmax, the number of rows of each matrix.

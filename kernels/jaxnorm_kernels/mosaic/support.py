@@ -208,7 +208,7 @@ def _rotated(spec: Spec) -> int:
 def _norm_bwd(spec: Spec) -> bool:
     """Return True if the limits of `norm_schedule` apply to the call.
 
-    They apply to backward passes of norms. There are two exceptions:
+    The limits apply to backward passes of norms. There are two exceptions:
 
     * Calls that add a residual without a branch scale. Their backward pass consists of the backward
       passes of their norms. `refusals.first` applies the limits to each of these norms, so the call

@@ -20,8 +20,8 @@ _MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 # The first version of jax-triton that accepts None in place of an absent array.
 _JAX_TRITON = (0, 4, 1)
 
-# Names that exist in Triton's NVIDIA driver from version 3.7 on. If jax-triton cannot import them,
-# it assumes that Triton has no NVIDIA backend.
+# Names that exist in Triton's NVIDIA driver from version 3.7 on. If jax-triton cannot import these
+# names, it assumes that Triton has no NVIDIA backend.
 _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
 
 

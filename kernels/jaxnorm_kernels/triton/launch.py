@@ -77,8 +77,8 @@ def launch(
       warps: the number of warps (of 32 threads) in a program.
       registers: the maximum number of registers of a thread.
       arguments: maps the names of the kernel's other parameters to arrays, sizes and compile-time
-        constants. An array may be None. The kernel is then compiled without it, and need not have
-        the parameter.
+        constants. An array may be None. The kernel is then compiled without this array, and need
+        not have the parameter.
     """
     absent = {key: None for key, out in outputs.items() if out is None}
     given = {

@@ -16,8 +16,8 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import tiles
 from jaxnorm_kernels.triton.tiles import LOWEST, Operand, renumbered, tile_at, zeros
 
-# A causal softmax decides for groups of this many consecutive elements whether they are loaded.
-# With a separate decision for each element, the elements would be loaded one by one. With groups of
+# A causal softmax loads or skips elements in groups of this many consecutive elements. If each
+# element were loaded or skipped separately, the elements would be loaded one by one. With groups of
 # 16, even the narrowest array, a mask with one byte per element, is loaded 16 bytes at a time.
 _VECTOR = tl.constexpr(16)
 

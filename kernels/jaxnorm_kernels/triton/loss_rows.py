@@ -294,7 +294,7 @@ def lane_sum(x):
 
 @triton.jit
 def load_classes(ptr, read, cap: tl.constexpr):
-    """Load x, and return g(x) in float32. It is -inf in elements where the mask `read` is False."""
+    """Load x, and return g(x) in float32. g(x) is -inf where the mask `read` is False."""
     x = of_logits(tl.load(ptr, read, float("-inf")), cap)
     if cap.softcap > 0.0:  # The tanh of -inf is -1, not -inf.
         x = tl.where(read, x, float("-inf"))

@@ -242,9 +242,9 @@ def _softmax_bwd_looped(
 # of the bias.
 #
 # A program loops over rows of x that share a row of the bias, and adds up dz in registers. If many
-# rows of x share a row of the bias, they are divided among several programs. The sums of these
-# programs are added outside the kernel in a fixed order. If rows are too wide for registers, a
-# program processes only a block of the columns of its rows, and an earlier kernel computes the
+# rows of x share a row of the bias, these rows of x are divided among several programs. The sums of
+# these programs are added outside the kernel in a fixed order. If rows are too wide for registers,
+# a program processes only a block of the columns of its rows, and an earlier kernel computes the
 # totals of whole rows.
 
 

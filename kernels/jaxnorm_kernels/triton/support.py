@@ -75,8 +75,8 @@ _CANNOT: Table = (
 # Reasons why XLA runs a call by default although a kernel supports it. Kernels were timed against
 # XLA on one H200 with jax 0.11.2 and Triton 3.9 (`python -m benchmarks.run`; the committed results
 # are in benchmarks/results/nvidia_h200). `tests/test_defaults.py` compares every rule with the
-# committed times. Norms with a residual are treated like plain norms, which distribute rows over
-# programs in the same way.
+# committed times. Norms with a residual are treated like plain norms, because both distribute rows
+# over programs in the same way.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (

@@ -146,8 +146,8 @@ class Operand:
     Attributes:
       has_columns: True if the operand has the shape ``(n, cols)``, False if it has the shape ``(n,
         1)``.
-      row: the rule that converts the index of a row of x to the index of the operand's row that it
-        uses.
+      row: the rule that converts the index of a row of x to the index of the row of the operand
+        that this row of x uses.
       of_row, of_nth: two rules for the opposite direction. Several rows of x use row r of the
         operand. The n-th of them is the row of x with index of_row(r) + of_nth(n).
     """

@@ -222,7 +222,7 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
 def columns(shape: Sequence[int], spec: Spec) -> jax.Array:
     """Return the column index of each element, in an array of shape `shape`.
 
-    If the columns are sharded, they are numbered across all shards.
+    If the columns are sharded, the columns of all shards are numbered together.
     """
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)

@@ -66,8 +66,8 @@ def scale_of(operand: jax.Array | None, spec: Spec) -> Scale:
     """Return the scale of a call's logits: a static number, or an array that broadcasts to x.
 
     `operand` is the call's operand `logits_scale`. If it is None, the scale is the static number.
-    Otherwise, it has one number for each row, and the result also has the normalised axes, with
-    size 1.
+    Otherwise, the operand has one number for each row, and the result also has the normalised axes,
+    with size 1.
     """
     if operand is None:
         return spec.logits.logits_scale

@@ -98,9 +98,10 @@ def _floor_jvp(
     """Return the result and the tangent of `_floor`, which raises |g| to at least `floor`.
 
     The tangent is the tangent of g, but NaN where |g| is below `floor`. Only second derivatives use
-    this rule. They cannot be computed where |g| is below `floor`: there, the cotangent of the saved
-    y is the sum of an ordinary term and a huge term of size x_hat / floor. The rounding error of
-    the huge term exceeds the ordinary term. NaN is better than a wrong number.
+    this rule. Second derivatives cannot be computed where |g| is below `floor`: there, the
+    cotangent of the saved y is the sum of an ordinary term and a huge term of size x_hat / floor.
+    The rounding error of the huge term exceeds the ordinary term. NaN is better than a wrong
+    number.
     """
     (g,), (t,) = primals, tangents
     return _floor(g, floor), t * jnp.where(jnp.abs(g) < floor, jnp.nan, 1).astype(t.dtype)
@@ -146,8 +147,8 @@ def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
     """Round v to values that `dtype` can represent. On a CPU, return v unchanged.
 
     `round_to` casts the result to `dtype`. On other platforms, XLA may remove this cast, so v must
-    be rounded explicitly. On a CPU, XLA does not remove it. There, the explicit rounding is not
-    needed, and in float16 it would double the time.
+    be rounded explicitly. On a CPU, XLA does not remove this cast. There, the explicit rounding is
+    not needed, and in float16 it would double the time.
     """
     return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
 
@@ -158,8 +159,8 @@ def _rounded(v: jax.Array, dtype: str) -> jax.Array:
 
     Casting v to `dtype` and back is not reliable: XLA may remove both casts
     (`xla_allow_excess_precision`) in the forward pass but not in the backward pass. XLA never
-    removes `reduce_precision`, but this operation flushes subnormal numbers to 0. In float16, they
-    are common. So subnormal numbers are rounded to multiples of the smallest one instead.
+    removes `reduce_precision`, but this operation flushes subnormal numbers to 0. In float16,
+    subnormal numbers are common. So they are rounded to multiples of the smallest one instead.
     """
     info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
     if info.bits >= own.bits:
@@ -283,8 +284,8 @@ def _with_norm_of(
 ) -> Results:
     """Return the results in ``spec.outputs``: h, y = norm(h), and statistics.
 
-    `stats` are the statistics of an earlier norm of the call. In the results, they come before the
-    statistics of norm(h).
+    `stats` are the statistics of an earlier norm of the call. In the results, these statistics come
+    before the statistics of norm(h).
     """
     if "y" not in spec.outputs:
         return Results(h=h)

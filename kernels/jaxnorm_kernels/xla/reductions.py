@@ -34,7 +34,7 @@ def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
     """Add up the partial sums that the shards of the columns have computed.
 
-    `totals` are arrays of partial sums. They all use the same all-reduce.
+    `totals` are arrays of partial sums. A single all-reduce adds up all of these arrays.
     """
     return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
 

@@ -41,8 +41,8 @@ from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.mosaic.rows.units import load_units
 from jaxnorm_kernels.specs import Spec
 
-#: Maximum number of bytes of a row. An H100 has 132 SMs and 50 MB of L2 cache. If each SM processes
-#: one row of this size, the rows take 40 MB of the cache.
+#: Maximum number of bytes of a row of x in `cross_entropy_both`. An H100 has 132 SMs and 50 MB of
+#: L2 cache. If each SM processes one row of this size, the rows take 40 MB of the cache.
 MOST_BYTES = 304 * 1024
 # If a row has more bytes than this, a block has eight warpgroups, so that an SM has room for only
 # one block. (If a thread needs 80 registers, a block has four warpgroups.) With smaller blocks, an

@@ -156,7 +156,7 @@ def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
 
 
 def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[], list[jax.Array]]]:
-    """Start to load a row. Return the row's label, and a function that computes its results.
+    """Start to load a row. Return its label, and a function that returns the row's results.
 
     The results include the statistics m and log(s); see `_finish`.
     """

@@ -173,7 +173,7 @@ def choose_both(spec: Spec, gpu: Gpu) -> LossSchedule | None:
     """Choose the schedule of the kernel of both passes.
 
     The schedule has the smallest cluster with which all rows that are processed at the same time
-    fit into the L2 cache. The result is None if they do not fit with any cluster.
+    fit into the L2 cache. The result is None if these rows do not fit with any cluster.
     """
     row = row_bytes(spec)
     warpgroups = next(number for least, number in _BOTH_WARPGROUPS if row >= least)
@@ -237,7 +237,7 @@ def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
 
 
 def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Array]]:
-    """Start the loads of a row. Return a function that returns its divergence and statistics.
+    """Start the loads of a row. Return a function that computes the divergence and statistics.
 
     The statistics are m and log(s) of the student, and then of the teacher.
     """

@@ -61,9 +61,9 @@ def g(x: jax.Array, spec: Spec) -> jax.Array:
     """Compute g, the logits before the multiplication by f, in float32.
 
     The logits of the loss are z = f * g(x). Without a softcap, g(x) is x, or -x if the row's scale
-    is negative. With a softcap, it is tanh(x * logits_scale / logit_softcap). x is an array of
+    is negative. With a softcap, g(x) is tanh(x * logits_scale / logit_softcap). x is an array of
     logits, or the scalar logit of the label. For float32 logits, the absolute error of tanh is at
-    most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh: with the accurate one, the forward
+    most 2 ulp of 1. Arrays of 16-bit logits use a faster tanh: with the accurate tanh, the forward
     pass reached only 0.47 of a copy's bandwidth (H200).
     """
     scale = _scale(spec)

@@ -171,8 +171,8 @@ def release_read() -> None:
 
     A pipeline stage is a buffer in shared memory. After this call, an asynchronous copy may
     overwrite it. A barrier without a fence is not enough: a warp passes the barrier while its loads
-    are in flight, and a copy from the L2 cache can overtake them. (Seen on an H200: wrong first
-    bytes in a few of 30000 rows, LayerNorm over 3000 columns.)
+    are in flight, and a copy from the L2 cache can overtake these loads. (Seen on an H200: wrong
+    first bytes in a few of 30000 rows, LayerNorm over 3000 columns.)
     """
     plgpu.commit_smem()
 

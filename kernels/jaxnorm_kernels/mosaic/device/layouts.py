@@ -43,7 +43,7 @@ def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
     """Return the number of elements that one thread loads at once, a power of 2.
 
     The elements take at most `VECTOR_BYTES` in each of `dtypes`. Their number divides `cols`, so
-    that all rows start at aligned addresses. It is less than `cols`, because Mosaic has no
+    that all rows start at aligned addresses. The number is less than `cols`, because Mosaic has no
     canonical form for a layout in which one thread has an entire row.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
@@ -233,10 +233,10 @@ def load_arrays(
 
     If `is_wide` is True, the arrays are float32. Otherwise, they have their ref's dtype.
 
-    One inline function loads all arrays. It compiles faster than several, because Mosaic spends
-    more time on lowering the function than on the operations inside it. The function gets entire
-    refs and indices rather than slices of refs: slices of shared memory take up to half of the time
-    of Mosaic's layout inference (jax 0.11.2).
+    One inline function loads all arrays. It compiles faster than several functions, because Mosaic
+    spends more time on lowering the function than on the operations inside it. The function gets
+    entire refs and indices rather than slices of refs: slices of shared memory take up to half of
+    the time of Mosaic's layout inference (jax 0.11.2).
     """
     variables = [i for i in at if not isinstance(i, int)]
     dtypes = [jnp.dtype(jnp.float32) if is_wide else ref.dtype for ref in refs for _ in starts]

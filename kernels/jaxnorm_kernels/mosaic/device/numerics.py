@@ -36,10 +36,10 @@ def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
     """Return an exp function for arguments x <= 0.
 
     If `is_wide` is True, the function is accurate to 2 ulp of float32. Otherwise, it is a cheaper
-    function, for results that the caller rounds to 16 bits. It computes exp2(x * log2(e)), with a
-    multiplication and one more instruction. The rounding of x * log2(e) causes a relative error
-    that grows with |x|, up to 2^-17 at x = -88, where float32 results underflow. After rounding to
-    16 bits, this error is negligible. In float32, it would be about 60 ulp.
+    function, for results that the caller rounds to 16 bits. The cheaper function computes exp2(x *
+    log2(e)), with a multiplication and one more instruction. The rounding of x * log2(e) causes a
+    relative error that grows with |x|, up to 2^-17 at x = -88, where float32 results underflow.
+    After rounding to 16 bits, this error is negligible. In float32, it would be about 60 ulp.
     """
     return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
 

@@ -109,7 +109,7 @@ class NormFormula:
         d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
         xh = self.x_hat(z, reciprocal)
         # In this form, dx takes two fused multiply-adds per element. In the form r * (d * G - c1 -
-        # xh * c2), it would take one fused multiply-add and two other operations.
+        # xh * c2), dx would take one fused multiply-add and two other operations.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
         if c1:
@@ -163,7 +163,7 @@ def norm_bwd(
 ) -> Operands:
     """Compute the backward pass of a norm of x, or of h = x + residual.
 
-    With h = x + residual, x and the operand `residual` have the same gradient. They may differ in
+    With h = x + residual, x and the operand `residual` have the same gradient, but may differ in
     dtype. If `residual` is float32, the kernel stores the gradient twice: in float32 for
     `residual`, and in x's dtype as dx. If `residual` has 16 bits, the kernel stores only the
     gradient of `residual`, and dx is converted from it. XLA fuses this conversion with the

@@ -136,7 +136,7 @@ class _Params:
         """Return the parameters ``refs[k]`` in float32, as they are used in the computation.
 
         `loaded` is the result of ``load(k, ...)``. If ``norms[k]`` is the spec of a norm, the
-        parameters are G = scale + scale_offset and the bias; absent ones are left out. If
+        parameters are G = scale + scale_offset and the bias; absent parameters are left out. If
         ``norms[k]`` is None, the only parameter is branch_scale.
         """
         norm = self.norms[k]
@@ -178,7 +178,7 @@ class _Row:
     def other(self) -> Fragments:
         """Return the row's second array: h in add_norm, the gate in norm_gated, else the residual.
 
-        It is not converted to float32.
+        The array is not converted to float32.
         """
         return self.loaded.read(1)
 

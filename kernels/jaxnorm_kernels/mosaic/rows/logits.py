@@ -173,7 +173,7 @@ class LogitRows:
         return self.masks and self.spec.drops_masked
 
     def keep(self, *, again: bool = False) -> list[jax.Array]:
-        """Return a boolean mask for each fragment: True for unmasked elements.
+        """Return a list with a boolean mask for each fragment: True for unmasked elements.
 
         The list is empty if no element is masked. If `again` is True, the causal mask is computed
         again at each use, by comparing rows and columns. A comparison takes one instruction, but

@@ -116,7 +116,7 @@ class StripExchange:
         Args:
           scratch: the shared memory and barriers that the method `scratch` requests.
           merge: the function that merges statistics. It is applied to the statistics of a block's
-            warps and, in a cluster, then to the statistics of its blocks.
+            warps and, in a cluster, then to the statistics of the cluster's blocks.
           stats: statistics of this warpgroup's four warps, ``(4, width)`` arrays. An entry is a
             float if all warps have the same value.
         """

@@ -270,8 +270,8 @@ class Tile:
 
         `stat` has one value per row. `like` must have the shape of a fragment (column range). All
         fragments of a row together have at most two different shapes. `stat` is broadcast to each
-        of them once, before this method returns. A call of ``f`` computes nothing: it returns the
-        broadcast array that has the shape of `like`.
+        of these shapes once, before this method returns. A call of ``f`` computes nothing: it
+        returns the broadcast array that has the shape of `like`.
         """
         shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}

@@ -47,9 +47,9 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     """Return how many blocks (or clusters) to launch for each group of rows.
 
     The blocks are persistent: each processes many rows. The result is the number with the least
-    estimated time. If several numbers have the same estimated time, it is the smallest of them.
-    Fewer blocks are better, because each block stores a row of partial sums, which must be loaded
-    and added later.
+    estimated time. If several numbers have the same estimated time, the result is the smallest of
+    them. Fewer blocks are better, because each block stores a row of partial sums, which must be
+    loaded and added later.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
@@ -148,7 +148,7 @@ def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
     """Return a schedule in which a block, or a cluster of blocks, shares each row.
 
     Clusters of many blocks with one warpgroup each are preferred to few blocks with several
-    warpgroups. If the rows do not fit, None is returned.
+    warpgroups. If no such schedule supports the rows, None is returned.
     """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]

@@ -46,7 +46,8 @@ _CAUSAL_PARTS = 16
 # separately. `_HELD_BYTES` is the maximum number of bytes of these columns. `_HELD_VECTORS` is the
 # maximum number of vectors of these columns. A thread loads each vector with one load, and starts
 # all loads before it waits for the first one. So `_HELD_VECTORS` also limits the number of loads
-# that a thread has in flight. It is the stricter limit if vectors have fewer than 4 bytes.
+# that a thread has in flight. `_HELD_VECTORS` is the stricter limit if vectors have fewer than 4
+# bytes.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # Rows that are too long for one block are distributed over a cluster of blocks.
 # `_SPREAD_COLUMNS` is the maximum number of columns per thread in a cluster, and
@@ -128,8 +129,9 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> TileSchedule | None:
 def _splits(spec: Spec, schedule: TileSchedule, gpu: Gpu) -> int:
     """Return the number of blocks (or clusters) that share the work for a row of dbias.
 
-    A row of dbias, the gradient of the bias, is the sum over all rows of x that use the same row of
-    the bias. The number is limited so that all blocks can run at the same time.
+    A row of dbias, the gradient of the bias, is the sum of dz (the gradient of the logits) over all
+    rows of x that use the same row of the bias. The number is limited so that all blocks can run at
+    the same time.
     """
     shared = spec.softmax.logits_bias_rows
     if full_bias_dtype(spec) is None or shared is None:
