@@ -228,8 +228,8 @@ def _advice(part: _Replaced, program: Program) -> Advice:
         saved = [v for v in copies if v in program.by_origin]
         if is_summed:
             users = {u for v in saved for u in v.users if u.made_by != STACKED}
-            # Results of jaxnorm functions are ignored: one of them may be saved for the derivative of
-            # the jaxnorm function itself.
+            # A saved result of a jaxnorm function is ignored, because it may be saved only for that
+            # function's own derivative.
             own = [v for v in saved if not v.made_by.startswith("jaxnorm.")]
             is_free = not operand.is_active or (bool(own) and users <= {*inside, *copies})
         else:

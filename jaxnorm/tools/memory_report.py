@@ -363,8 +363,8 @@ def report_of(
     tangents = [a for a, is_moving in zip(call.arrays, mask) if is_moving]
     found = planning.survey(call.region(), mask, call.arrays, tangents)
     recompute = found.recomputed(planning.unlimited()) / (found.seconds or 1.0)
-    # If XLA chooses shardings, `default` and `least` count whole arrays, and `report` counts shards.
-    # Multiplication by `report.total / default` converts bytes of whole arrays to bytes of shards.
+    # If XLA chooses shardings, `default` and `least` count whole arrays, but `report` counts only
+    # shards. So bytes of whole arrays are multiplied by `report.total / default`.
     saves, together = (
         n * report.total // default for n in (default - least, default - least + also)
     )
