@@ -30,7 +30,7 @@ def auto_remat[**P, T](
     With ``auto_remat``, the function saves the smallest set of arrays from which the others can be
     computed again. A minimum cut of the graph of its operations finds this set. Without a budget,
     nothing costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop.
-    The bodies of scans, branches and ``jax.shard_map`` inside the function get minimum cuts, too.
+    The bodies of scans, branches and ``jax.shard_map`` inside the function also get minimum cuts.
 
     The result has the values and derivatives of ``fun``, up to rounding. It can be transformed like
     ``fun``: by ``jax.jit``, ``jax.grad``, ``jax.vmap``, forward mode, or ``jax.checkpoint``.

@@ -381,8 +381,8 @@ class Region:
                 program.closed([*again, *linear], [*operands, *moving], results),
                 [values[v] for v in operands],
                 [along[v] for v in moving],
-                # Without a barrier, XLA merges equal values of the forward and the backward pass. It
-                # then keeps arrays in memory that the plan does not save. In a loop, no barrier is
+                # Without a barrier, XLA merges equal values of the forward and the backward pass,
+                # and keeps arrays in memory that the plan does not save. In a loop, no barrier is
                 # needed, because the two passes are two loops.
                 waiting=0 if self.in_loop else len(operands),
             )

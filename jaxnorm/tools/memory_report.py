@@ -52,7 +52,7 @@ class KeptArray:
       made_by: JAX's name of the operation that computes the array.
       layers: number of layers in one array: the number of iterations of the scans that stack it; 1
         outside of scans.
-      advice: a change to the code after which these arrays are not saved; None if there is none.
+      advice: a change to the code after which these arrays are not saved, or None.
       saves: number of bytes by which the total falls if the advice on these arrays is followed.
       count: number of arrays in the group, times ``layers``.
     """
