@@ -1,6 +1,6 @@
 """Equinox modules: drop-in replacements of LayerNorm, RMSNorm and GroupNorm.
 
-They save outputs instead of inputs for the backward pass.
+For the backward pass, the norms save their outputs instead of their inputs.
 """
 
 import importlib.util

@@ -1,6 +1,7 @@
 """Flax linen modules: drop-in replacements of norms, and an attention function.
 
-For the backward pass, the norms and the softmax of the attention save outputs instead of inputs.
+For the backward pass, the norms, and the softmax in the attention function, save their outputs
+instead of their inputs.
 """
 
 import contextlib
@@ -288,12 +289,13 @@ def converted(
     Flax's code still runs for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
     that is not a float of 16 to 64 bits. It also runs for norms whose class is a subclass of one of
-    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
-    context ends, the logger ``"jaxnorm"`` logs a warning if no norms were called in the context, or
-    if called norms were left to Flax. The warning lists these norms, with the reasons. Modules of
-    jaxnorm's classes keep their own settings. If contexts are nested, the innermost one applies.
-    Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
-    converted norms.
+    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.)
+
+    When the context ends, the logger ``"jaxnorm"`` logs a warning if no norms were called inside
+    it, or if called norms were left to Flax. The warning lists these norms, with the reasons.
+    Modules of jaxnorm's classes keep their own settings. If contexts are nested, the innermost one
+    applies. Interceptors (``nn.intercept_methods``) that are entered inside the context do not see
+    calls of converted norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save

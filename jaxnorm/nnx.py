@@ -1,6 +1,7 @@
 """Flax nnx modules: drop-in replacements of norms, and an attention function.
 
-For the backward pass, the norms and the softmax of the attention save outputs instead of inputs.
+For the backward pass, the norms, and the softmax in the attention function, save their outputs
+instead of their inputs.
 """
 
 import functools

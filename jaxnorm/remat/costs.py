@@ -26,8 +26,8 @@ _OTHER_RATES = (600e12, 3.0e12)
 
 # XLA fuses elementwise operations. The assumption is that one in this many stores its result.
 _FUSED = 8
-# Without a budget, an array is not saved if the operations that recompute it, run without fusion,
-# move at most this many bytes for each byte of the array.
+# If there is no budget, an array is saved only if its recomputation, unfused, moves more than this
+# many bytes for each byte of the array.
 _TRAFFIC_PER_BYTE = 500
 # Assumed time to generate random bits, relative to an elementwise operation of the same size. It is
 # so long that, without a budget, a mask of one byte per element is saved: computing its 32 random

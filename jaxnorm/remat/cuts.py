@@ -211,7 +211,7 @@ def ends(graphs: Weighted) -> tuple[Point, Point]:
 
 
 def between(graphs: Weighted, above: Point, below: Point) -> Point | None:
-    """Return a vertex of the convex hull between two points of it; None if there is no vertex."""
+    """Return a vertex of the convex hull between two of the hull's points; None if none exists."""
     if above.bytes <= below.bytes or above.seconds >= below.seconds:
         return None
     slope = (above.bytes - below.bytes) / (below.seconds - above.seconds)

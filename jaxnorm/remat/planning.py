@@ -29,7 +29,7 @@ class Survey:
     Attributes:
       default: number of bytes that JAX saves without `auto_remat`.
       seconds: predicted time of the forward and the backward pass.
-      regions: pairs of a region whose choices the budget decides, and its derivative.
+      regions: pairs (region, derivative), for the regions whose choices the budget decides.
       fixed: number of bytes, 0 or negative, to add to the bytes of each point. It corrects for
         arrays that are counted twice: the graph of a region also has the arrays that regions inside
         this region save without a budget.

@@ -216,7 +216,7 @@ class Region:
     def linearized(
         self, pricing: Pricing, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> Linearized:
-        """Trace the derivative along the inputs that `mask` selects."""
+        """Return the derivative along the inputs that `mask` selects; trace it if it is new."""
         # The derivative includes what the parts save, which depends on the pricing. So with parts,
         # the key includes the pricing.
         key = mask, pricing if self.parts else None

@@ -12,7 +12,7 @@ from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree, stored, 
 # Smaller relative differences are attributed to the rounding of literals to float32.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
-# Standard deviation of the logits in each draw. The draw of large logits reveals a loss that clips.
+# Standard deviation of the logits in each draw. Large logits reveal if a loss clips its logits.
 _DEVIATIONS = np.array([3.0, 60.0, 3.0, 3.0])
 
 

@@ -93,7 +93,7 @@ class MemoryReport:
 
     Attributes:
       total: number of bytes of all saved arrays.
-      rows: groups of equal arrays, the largest first. A group has these attributes:
+      rows: groups of similar arrays, the largest first. A group has these attributes:
 
         - ``bytes``: total size of the arrays, in all layers;
         - ``shape``, ``dtype``: shape and dtype of one array. If a scan stacks the array of each

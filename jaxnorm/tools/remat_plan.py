@@ -16,7 +16,7 @@ from jaxnorm.tools.text import mib, short, table
 
 _NAME = "jaxnorm.remat_plan"
 # Limits of the printed plan: characters in a line, rows of arrays, points of the frontier, and
-# lines with names.
+# lines with `checkpoint_name`.
 _WIDTH, _ROWS, _POINTS, _NAMES = 100, 12, 8, 12
 _BY_HAND = (
     "the same by hand: jax.checkpoint(f, policy=policy), for a function or a loop's body, and"

@@ -107,13 +107,13 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
 
 # Primitives whose result can be saved instead of their operand, and vice versa.
 _COPYING = {"reshape", "squeeze", "transpose"}
-# The derivatives of these primitives use the result itself, and not a copy with a name. A
-# policy that saves named arrays therefore recomputes the result, so the operand is named instead.
+# The derivatives of these primitives use the result itself, and not a copy with a name. A policy
+# that saves named arrays therefore recomputes the result. So the operand is named instead.
 _USES_RESULT = {"exp", "exp2", "logistic", "rsqrt", "sqrt", "tanh"}
 
 
 class _Calls:
-    """Maps equations of a program to the expressions in whose evaluation they run, and back."""
+    """Maps equations of a program to the expressions in whose evaluation they run."""
 
     def __init__(self, program: Saved) -> None:
         self._equations = program.equations

@@ -389,7 +389,7 @@ def _worst(computed: np.ndarray, value: np.ndarray, error: np.ndarray) -> float:
     """Return the largest ``error / bound`` of all elements of a result.
 
     The bound is `error`, the error of the arithmetic, plus the rounding to the result's dtype. If
-    an element is not finite, but should be, the function returns infinity.
+    an element is not finite, but should be, or vice versa, the function returns infinity.
     """
     bound = error + _roundoff(computed.dtype) * np.abs(value)
     computed = np.asarray(computed).astype(np.float64).reshape(value.shape)
