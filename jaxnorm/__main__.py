@@ -1,6 +1,7 @@
 """``python -m jaxnorm``: print a report on this machine.
 
-With ``--check``, also compare all functions with float64 references and, on a GPU, time a few.
+With ``--check``, also compare all public functions with float64 references. On a GPU, also time a
+few calls.
 """
 
 import argparse

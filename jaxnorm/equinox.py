@@ -1,6 +1,6 @@
 """Equinox modules: drop-in replacements of LayerNorm, RMSNorm and GroupNorm.
 
-They save outputs instead of inputs for the backward pass.
+For the backward pass, the norms save their outputs instead of their inputs.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ _NO_STATE: Any = object()
 
 
 class _Norm(eqx.Module):
-    """A base class with the call, and the fields that jaxnorm's norms add to equinox's norms."""
+    """A base class with ``__call__``, and the fields that jaxnorm adds to equinox's norms."""
 
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
@@ -63,13 +63,12 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
 
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
     keyword arguments. As in equinox, x has the module's shape, all axes are normalised, and the
-    result has x's dtype. Under one or more nested ``jax.vmap``, one kernel processes all rows, in
-    the forward and in the backward pass. If the dtype of x is not a float of 16 to 64 bits,
-    equinox's code runs, and needs as much memory as before. It also runs if x has no axes or no
-    elements.
+    result has x's dtype. Under one or more nested ``jax.vmap``, each pass processes all rows in one
+    kernel. Equinox's code runs, and needs as much memory as in equinox, if the dtype of x is not a
+    float of 16 to 64 bits, or if x has no axes or no elements.
 
     Args:
-      shape: shape of x, weight and bias: an integer or several.
+      shape: shape of x, weight and bias: an integer, or a sequence of integers.
       eps: number that is added to the variance.
       use_weight, use_bias: True by default. If one of them is False, the module does not have this
         parameter, and the field ``weight`` or ``bias`` is None.
@@ -109,8 +108,8 @@ class RMSNorm(_Norm, eqx.nn.RMSNorm):
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.rms_norm` and, for norms with a bias, :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.rms_norm`.
-      scale_offset: number that is added to ``weight``; 0.0 by default. Gemma's ``1 + w`` needs
-        1.0.
+      scale_offset: number that is added to ``weight``; 0.0 by default. For Gemma's ``1 + w``, pass
+        ``scale_offset=1.0``.
 
     Raises:
       ValueError: as for :class:`jaxnorm.equinox.LayerNorm`.
@@ -134,7 +133,7 @@ class GroupNorm(_Norm, eqx.nn.GroupNorm):
 
     Fields, arguments, defaults and the call are the same as in equinox; there are three additional
     keyword arguments. Channels are the first axis of x. If the dtype of x is not a float of 16 to
-    64 bits, equinox's code runs, and needs as much memory as before.
+    64 bits, equinox's code runs, and needs as much memory as in equinox.
 
     Args:
       groups, channels, eps, channelwise_affine, dtype: as in ``equinox.nn.GroupNorm``.
@@ -254,8 +253,8 @@ _CLASSES = {eqx.nn.LayerNorm: LayerNorm, eqx.nn.RMSNorm: RMSNorm, eqx.nn.GroupNo
 def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree:
     """Return a model with its modules replaced, from the innermost modules outwards.
 
-    A module that occurs twice is replaced by one object. A module in which nothing is replaced is
-    not copied.
+    All occurrences of a module are replaced by the same object. A module in which nothing is
+    replaced is not copied.
 
     Args:
       model: a tree with modules.
@@ -361,9 +360,9 @@ def _is_left_to_equinox(norm: Any, x: Any) -> bool:
 def auto_remat[**P, T](fun: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:
     """Return a function with a derivative that saves as few arrays as possible.
 
-    It applies :func:`jaxnorm.auto_remat` to functions that are modules, as
-    ``eqx.filter_checkpoint`` applies ``jax.checkpoint``: the arrays of ``fun`` itself are
-    differentiated, too.
+    This function applies :func:`jaxnorm.auto_remat` to functions that are modules, as
+    ``eqx.filter_checkpoint`` applies ``jax.checkpoint``. So the arrays in ``fun`` itself are also
+    differentiated.
 
     Args:
       fun: a function, such as an equinox module. Its arguments are trees with any leaves.

@@ -1,6 +1,7 @@
 """Flax linen modules: drop-in replacements of norms, and an attention function.
 
-For the backward pass, the norms and the softmax of the attention save outputs instead of inputs.
+For the backward pass, the norms, and the softmax in the attention function, save their outputs
+instead of their inputs.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ __all__ = [
 
 
 class _Settings(nn.Module):
-    """The fields that jaxnorm's norm modules have in addition to the fields of Flax's."""
+    """The fields that jaxnorm's norm modules have in addition to the fields of Flax's norms."""
 
     save: Save = "output"
     implementation: Name | None = None
@@ -84,8 +85,8 @@ class LayerNorm(_Settings, nn.LayerNorm):
 class RMSNorm(_Settings, nn.RMSNorm):
     """:class:`flax.linen.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    Its fields and parameters are as for :class:`jaxnorm.linen.LayerNorm`, and it falls back to
-    Flax's code for the same calls.
+    See :class:`jaxnorm.linen.LayerNorm` for the fields and parameters, and for the calls that run
+    Flax's code. An RMSNorm has no bias.
 
     Attributes:
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
@@ -118,17 +119,17 @@ class RMSNorm(_Settings, nn.RMSNorm):
 class GroupNorm(_Settings, nn.GroupNorm):
     """:class:`flax.linen.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    See :class:`jaxnorm.linen.LayerNorm` for the fields and parameters, and for the cases in which a
-    call runs Flax's own code. Channels are the last axis of x.
+    See :class:`jaxnorm.linen.LayerNorm` for the fields and parameters, and for the calls that run
+    Flax's code. Channels are the last axis of x.
 
     Attributes:
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
-      activation: the name of an activation, as in :func:`jaxnorm.layer_norm`, which is applied to
-        the norm's result in the same pass over memory; None for no activation. With an activation,
-        the module saves its input x instead of its output.
+      activation: name of an activation, or None; see :func:`jaxnorm.layer_norm`. The activation is
+        applied to the norm's result in the same pass over memory. With an activation, the module
+        saves its input x instead of its output.
 
     Example:
       >>> import jax
@@ -160,8 +161,8 @@ class RMSNormDense(nn.Module):
       features: number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.linen.Dense`.
       epsilon, use_scale, scale_init: as in :class:`flax.linen.RMSNorm`.
-      dtype: dtype of the matmul and its result. By default, it is the common dtype to which the
-        normalised array and the parameters are promoted.
+      dtype: dtype of the matmul and its result. By default, this is the common dtype of x (or the
+        residual) and the parameters.
       param_dtype: dtype of all parameters.
       activation: name of an activation, or None; see :func:`jaxnorm.rms_norm_linear`.
       implementation: name of the implementation to use, or None; see
@@ -282,24 +283,25 @@ def converted(
             logits = model.apply(variables, tokens)
 
     A model is converted if it is *traced* inside the context. ``jax.jit`` traces a function
-    separately for calls inside and outside the context. So the context may be around calls of
-    compiled functions, or inside these functions.
+    separately for calls inside and outside the context. So you may enter the context around a call
+    of a compiled function, or inside the function.
 
     Flax's code still runs for calls with ``mask``, ``axis_name``,
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
     that is not a float of 16 to 64 bits. It also runs for norms whose class is a subclass of one of
-    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.) When the
-    context ends, the logger ``"jaxnorm"`` logs a warning if no norms were called in the context, or
-    if called norms were left to Flax. The warning lists these norms, with the reasons. Modules of
-    jaxnorm's classes keep their own settings. In nested contexts, the innermost one applies.
-    Interceptors (``nn.intercept_methods``) that are entered inside the context do not see calls of
-    converted norms.
+    Flax's classes and overrides code. (A subclass whose body is ``pass`` is converted.)
+
+    When the context ends, the logger ``"jaxnorm"`` logs a warning if no norms were called inside
+    it, or if called norms were left to Flax. The warning lists these norms, with the reasons.
+    Modules of jaxnorm's classes keep their own settings. If contexts are nested, the innermost one
+    applies. Interceptors (``nn.intercept_methods``) that are entered inside the context do not see
+    calls of converted norms.
 
     If a scale is 0, or much smaller than the bias in the same column, its gradient cannot be
     computed from the norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save
     their input, and the warning lists them. To find such columns, the values of the parameters are
-    examined. They are unknown while a compiled function or a scan over layers is traced. For such
-    programs, pass the values as ``params``; they are examined once, when the context is entered. ::
+    examined. The values are unknown while a compiled function or a scan over layers is traced. For
+    such programs, pass them as ``params``. They are examined once, when the context is entered. ::
 
         with jaxnorm.linen.converted(params=variables):
             variables = train_step(variables, tokens)
@@ -321,9 +323,9 @@ def converted(
         input.
       implementation: name of the implementation of all norms, or None; see
         :func:`jaxnorm.layer_norm`.
-      params: the parameters of the model, with values: all variables, or only the collection
-        ``"params"``. Without ``params``, the values are examined only in calls outside `jax.jit`,
-        where they are known.
+      params: the parameters of the model, with their values: a dictionary of all variables, or only
+        of the collection ``"params"``. Without ``params``, values are examined only in calls
+        outside `jax.jit`, where they are known.
       calls: a dictionary ``{class: function(module, *args, **kwargs)}``. In modules of exactly such
         a class, the function replaces ``__call__``. It may call the original ``__call__``. If the
         original is decorated with ``nn.compact``, the function may also call ``module.param``.
@@ -397,10 +399,10 @@ _CLASSES = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm, nn.GroupNorm: GroupNor
 
 
 def _reasons_in(params: Any) -> dict[tuple[str, str], str | None]:
-    """Return which norms must save their input, judged by the values in the argument ``params``.
+    """Return the reasons why norms must save their input, by the values in the argument ``params``.
 
-    A key of the result is a pair: the path of a norm, and the name of a dtype of its output. The
-    value is the reason why the norm must save its input, or None.
+    The result is a dict. A key is a pair: the path of a norm, and the name of a dtype that its
+    output may have. The value is the reason why the norm must then save its input, or None.
     """
     if not isinstance(params, Mapping):
         raise TypeError(
@@ -423,9 +425,9 @@ def _converted_call(
 ) -> Any:
     """Run a call of one of Flax's norms with jaxnorm's functions, inside `converted`.
 
-    Record the norm if it must save its input, which depends on the values of the parameters. For
-    traced parameters, which have no values, the decision is looked up in `reasons`. These were
-    computed from the user's argument ``params``; they are None if it was not passed.
+    Record the norm if the values of its parameters require that it saves its input. For traced
+    parameters, which have no values, the decision is looked up in `reasons`: the result of
+    `_reasons_in` for the user's argument ``params``, or None if ``params`` was not passed.
     """
     place, parameters, dtype = _operands(norm, x)
     why = None
@@ -543,7 +545,7 @@ def auto_remat(
 ) -> Any:
     """Return a module class, or a function of a module, that saves as few arrays as possible.
 
-    It applies :func:`jaxnorm.auto_remat` to linen modules, as ``nn.remat`` applies
+    This function applies :func:`jaxnorm.auto_remat` to linen modules, as ``nn.remat`` applies
     ``jax.checkpoint``. All variables and random numbers of the module are lifted. Modules without a
     ``name`` are named as with ``nn.remat``, for example ``"CheckpointDense_0"``.
 
@@ -551,7 +553,7 @@ def auto_remat(
       target: a module class, or a function whose first argument is a module.
       budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
       static_argnums: indices of arguments that are passed unchanged; the module has index 0.
-      methods: names of the methods that save fewer arrays; by default, only ``__call__``.
+      methods: names of the methods to which it is applied; by default, only ``__call__``.
 
     Returns:
       A module class, or a function, with the same parameters and results.
@@ -595,6 +597,6 @@ def _lifted(
     return lift.pack(inner, (True,), (True,), (True,), name="auto_remat", enable_kwargs=True)
 
 
-# linen derives names of modules from this name. Checkpoints of a model that uses `nn.remat` have
-# parameters of "CheckpointDense_0".
+# linen derives names of modules from this name, such as "CheckpointDense_0". `nn.remat` uses the
+# same name, so checkpoints of a model that uses `nn.remat` load unchanged.
 _lifted.__name__ = "checkpoint"

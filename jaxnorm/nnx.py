@@ -1,6 +1,7 @@
 """Flax nnx modules: drop-in replacements of norms, and an attention function.
 
-For the backward pass, the norms and the softmax of the attention save outputs instead of inputs.
+For the backward pass, the norms, and the softmax in the attention function, save their outputs
+instead of their inputs.
 """
 
 import functools
@@ -125,8 +126,8 @@ class LayerNorm(_Norm, nnx.LayerNorm):
 class RMSNorm(_Norm, nnx.RMSNorm):
     """:class:`flax.nnx.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
-    Flax's code for the same calls.
+    See :class:`jaxnorm.nnx.LayerNorm` for the arguments and parameters, and for the calls that run
+    Flax's code. An RMSNorm has no bias.
 
     Args:
       num_features: number of elements of scale.
@@ -164,8 +165,8 @@ class RMSNorm(_Norm, nnx.RMSNorm):
 class GroupNorm(_Norm, nnx.GroupNorm):
     """:class:`flax.nnx.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    Its arguments and parameters are as for :class:`jaxnorm.nnx.LayerNorm`, and it falls back to
-    Flax's code for the same calls. Channels are the last axis of x.
+    See :class:`jaxnorm.nnx.LayerNorm` for the parameters, and for the calls that run Flax's code.
+    Channels are the last axis of x.
 
     Args:
       num_features: number of channels.
@@ -175,9 +176,9 @@ class GroupNorm(_Norm, nnx.GroupNorm):
         :func:`jaxnorm.layer_norm`.
       implementation: name of the implementation to use, or None; see :func:`jaxnorm.layer_norm`.
       scale_offset: number that is added to the parameter ``scale``; 0.0 by default.
-      activation: the name of an activation, as in :func:`jaxnorm.layer_norm`, which is applied to
-        the norm's result in the same pass over memory; None for no activation. With an activation,
-        the module saves its input x instead of its output.
+      activation: name of an activation, or None; see :func:`jaxnorm.layer_norm`. The activation is
+        applied to the norm's result in the same pass over memory. With an activation, the module
+        saves its input x instead of its output.
 
     The other arguments are those of :class:`flax.nnx.GroupNorm`; ``rngs`` is required.
 
@@ -227,8 +228,8 @@ class RMSNormDense(nnx.Module):
       in_features, out_features: number of features of x, and number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.nnx.Linear`.
       epsilon, use_scale, scale_init: as in :class:`flax.nnx.RMSNorm`.
-      dtype: dtype of the matmul and its result. By default, it is the common dtype to which the
-        normalised array and the parameters are promoted.
+      dtype: dtype of the matmul and its result. By default, this is the common dtype of x (or the
+        residual) and the parameters.
       param_dtype: dtype of all parameters.
       rngs: random keys for the initial parameters.
       kernel_metadata, bias_metadata, scale_metadata: metadata of the parameters, as in Flax.
@@ -314,7 +315,7 @@ def convert[Model](
     shared modules stay shared, optimisers keep their parameters, and the paths, shapes and dtypes
     of the state do not change: checkpoints load in both directions. An ``nnx.Optimizer`` may be
     created before or after the conversion. A graph definition from an ``nnx.split`` before the
-    conversion still describes the old model, so split after it. ::
+    conversion still describes the old model, so split the model after the conversion. ::
 
         model = jaxnorm.nnx.convert(Transformer(config, rngs=nnx.Rngs(0)))
 
@@ -348,7 +349,7 @@ def convert[Model](
         model = jaxnorm.nnx.convert(model, calls={tunix.models.qwen3.model.RMSNorm: rms_norm})
 
     Args:
-      model: an ``nnx.Module``, or a list, tuple or dictionary of them.
+      model: an ``nnx.Module``, or a list, tuple or dictionary of modules.
       save: which array is saved for the backward pass, ``"output"`` or ``"input"``; see
         :func:`jaxnorm.layer_norm`. Norms whose gradients would otherwise be wrong always save their
         input.
@@ -380,7 +381,7 @@ def convert[Model](
       'jaxnorm.nnx'
     """
     report = conversion.Report("nnx.convert", nnx.Module, _CLASSES, save, implementation, calls)
-    # Every decision is made before the first module is changed, so that an error changes none.
+    # Every decision is made before the first module is changed, so an error leaves all unchanged.
     changes: list[tuple[Any, type, dict[str, Any]]] = []
     for keys, node in nnx.iter_graph(model, graph=True):
         if not isinstance(node, nnx.Module):
@@ -406,9 +407,9 @@ _CLASSES = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm, nnx.GroupNorm: Group
 
 
 def _apply(changes: Sequence[tuple[Any, type, Mapping[str, Any]]]) -> None:
-    """Change the classes and set attributes of modules. If one cannot be changed, none is.
+    """Change the classes and set attributes of modules. If one module cannot be changed, none is.
 
-    For example, nnx raises an error for a module that was made outside the traced function.
+    For example, nnx raises an error for a module that was created outside the traced function.
     """
     before = [(node, type(node), dict(vars(node))) for node, _, _ in changes]
     try:
@@ -480,14 +481,14 @@ def _values(module: Any, *names: str) -> dict[str, jax.Array]:
 def auto_remat[**P, T](f: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:
     """Return a function of modules with a derivative that saves as few arrays as possible.
 
-    It applies :func:`jaxnorm.auto_remat` to functions whose arguments contain nnx modules, as
-    ``nnx.remat`` applies ``jax.checkpoint``. Updates of the modules' variables, such as batch
-    statistics and the state of random numbers, are propagated.
+    This function applies :func:`jaxnorm.auto_remat` to functions whose arguments contain nnx
+    modules, as ``nnx.remat`` applies ``jax.checkpoint``. Updates of the modules' variables, such as
+    batch statistics and the state of random numbers, are written back to the modules.
 
     Args:
       f: a function whose arguments contain modules, variables, ``nnx.Rngs``, arrays and other
-        leaves; or a module; or a method of a module. The variables of this module are also
-        differentiated.
+        leaves; or a module; or a method of a module. If f is a module or a method of a module, the
+        variables of this module are also differentiated.
       budget: None, a number of bytes per device, or a share, as for :func:`jaxnorm.auto_remat`.
 
     Returns:

@@ -9,8 +9,8 @@ import numpy as np
 from jaxnorm.operations.softmax import filled_softmax
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-# The arguments of Flax's attention functions for dropout: dropout_rng, dropout_rate,
-# broadcast_dropout and deterministic.
+# The arguments of Flax's attention functions that control dropout, in this order: dropout_rng,
+# dropout_rate, broadcast_dropout, deterministic.
 Dropout = tuple[jax.Array | None, float, bool, bool]
 
 
@@ -28,10 +28,10 @@ def attend(
       weights: array ``(batch..., heads, q_length, kv_length)``.
       value: array ``(batch..., kv_length, kv_heads, depth)``, in the dtype of the computation. In
         grouped-query attention, several heads of the weights share a head of the values.
-      dropout: Flax's arguments of dropout. With broadcast_dropout, all batch elements and heads
-        share one mask.
-      einsum: function with the arguments of `jnp.einsum`, for the matmul.
-      sow: function that is called with the weights before dropout, or None.
+      dropout: Flax's arguments for dropout. With broadcast_dropout, all batch elements and heads
+        share one dropout mask.
+      einsum: function with the arguments of `jnp.einsum`, which computes the matmul.
+      sow: None, or a function to call with the weights before dropout.
     """
     if sow is not None:
         sow(weights)
@@ -58,9 +58,9 @@ def attend(
 
 
 def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array, *, groups: bool) -> None:
-    """Raise ValueError unless the shapes fit together.
+    """Raise ValueError unless the shapes of query, key and value fit together.
 
-    With `groups`, the key and the value may have fewer heads than the query.
+    If `groups` is True, key and value may have fewer heads than query.
     """
     shapes = [a.shape for a in (query, key, value)]
     expected = None
@@ -92,8 +92,8 @@ def masked_softmax(
     """Return the softmax of logits ``(batch..., heads, q_length, kv_length)`` over the last axis.
 
     `bias` is added to the logits, and `fill` replaces logits where `mask` is False. The result has
-    the dtype `dtype`. Plain JAX computes it for inputs that kernels do not support: complex and
-    8-bit logits, an integer bias, and a bias or a mask that is larger than the logits.
+    the dtype `dtype`. Plain JAX processes the inputs that kernels do not support: complex or 8-bit
+    logits; an integer bias; a bias or a mask that has more elements than the logits.
     """
     supported = is_supported(logits.dtype, dtype)
     if bias is not None and not (supported and fits(bias, logits.shape, FLOAT_DTYPES)):
@@ -109,7 +109,7 @@ def masked_softmax(
 
 
 def is_supported(*dtypes: jax.typing.DTypeLike) -> bool:
-    """Return True if all of the dtypes are supported by jaxnorm's functions."""
+    """Return True if jaxnorm's functions support all of the dtypes."""
     return all(np.dtype(dtype).name in FLOAT_DTYPES for dtype in dtypes)
 
 

@@ -1,9 +1,9 @@
 """Code that the conversions of existing linen, nnx and equinox models share.
 
-A conversion makes the norms of a package (Flax or equinox) run jaxnorm's functions. Some norms keep
-the package's code because of their class or their options. Some converted norms must save their
-input instead of their output. One log line lists the norms that keep the package's code, and the
-norms that save their input.
+In this module, "the package" is Flax or equinox. A conversion makes the package's norms run
+jaxnorm's functions. Some norms keep the package's code because of their class or their options.
+Some converted norms must save their input instead of their output. One log line lists the norms of
+both kinds, with the reasons.
 """
 
 import collections
@@ -31,9 +31,10 @@ def arguments_of[**P](
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Return a decorator that shows the arguments of `base` in the signature of an ``__init__``.
 
-    The decorated ``__init__`` has ``**fields`` in place of these arguments. The decorator makes
-    `inspect.signature` and ``help`` list them, with the defaults of the installed package. The
-    keyword arguments of `settings` and of the decorated ``__init__`` are listed as well.
+    The decorated ``__init__`` has ``**fields`` in place of the arguments of `base`. The decorator
+    makes `inspect.signature` and ``help`` list these arguments, with the defaults in the installed
+    version of Flax or equinox. The keyword arguments of `settings` and of the decorated
+    ``__init__`` are listed as well.
     """
 
     def with_signature(init: Callable[P, None]) -> Callable[P, None]:
@@ -49,14 +50,14 @@ def arguments_of[**P](
 
 
 def are_known(parameters: Iterable[Any]) -> bool:
-    """Return True if the values of all these parameters can be read in this process."""
+    """Return True if this process can read the values of all parameters in `parameters`."""
     return all(_values(parameter) is not None for parameter in parameters)
 
 
 def why_input(parameters: Collection[Any], y_dtype: Any = None) -> str | None:
-    """Return the reason why a norm with these parameters must save its input, not its output.
+    """Return the reason why a norm with the given parameters must save its input, not its output.
 
-    The result is None if the norm may save its output, or if the parameters' values are unknown.
+    The result is None if the norm may save its output, or if a parameter's values are unknown.
 
     Args:
       parameters: scale and, if the norm has one, bias.
@@ -106,15 +107,15 @@ def settings_of(norm: Any) -> dict[str, Any]:
 class Calls(dict[type, Callable[..., Any]]):
     """The argument ``calls`` of a conversion: maps classes to functions that replace ``__call__``.
 
-    Two objects are equal if they have the same functions for the same classes.
+    Two `Calls` are equal if they map the same classes to the same functions; see `identity`.
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
         """Check the argument ``calls``; raise TypeError or ValueError if it is wrong.
 
-        `function` (the name of the public function that converts a model) and `package` (such as
-        "equinox") are used in error messages. The keys of ``calls`` must be subclasses of `base`,
-        the package's base class of modules.
+        `function` is the name of the public function that converts a model, and `package` is the
+        name of a package, such as "equinox". Both are used in error messages. The keys of ``calls``
+        must be subclasses of `base`, the package's base class of modules.
         """
         expected = (
             f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
@@ -144,7 +145,7 @@ class Calls(dict[type, Callable[..., Any]]):
         return isinstance(other, Calls) and self._identities == other._identities
 
 
-# A function whose argument is a norm, and whose result is a reason or None.
+# A function whose argument is a norm, and whose result is a reason (as text) or None.
 Why = Callable[[Any], str | None]
 
 
@@ -154,10 +155,11 @@ class Report:
     `log` logs the record as one line.
 
     Attributes:
-      save: the user's `save` mode.
-      calls: the user's functions.
-      kinds: classes of all modules.
-      norms: paths of the package's norms.
+      save: the user's argument ``save``.
+      calls: the user's argument ``calls``.
+      kinds: the classes of all modules that were recorded.
+      norms: paths of the norms whose class is a norm class of the package, or the user's subclass
+        of such a class.
 
     The other attributes are dicts. Their keys are the paths of modules of one kind, and their
     values are texts:
@@ -189,7 +191,7 @@ class Report:
         Args:
           function: name of the conversion, such as "nnx.convert".
           base: the base class of the package's modules.
-          classes: maps the norm classes of the package to jaxnorm's.
+          classes: maps the norm classes of the package to jaxnorm's norm classes.
           save, implementation, calls: the user's arguments.
         """
         library, _, name = function.partition(".")
@@ -220,8 +222,9 @@ class Report:
     def converted_class(self, module: Any, path: str, why_left: Why) -> type | None:
         """Record a module if it is a norm of the package; return its new class, or None.
 
-        A norm of a subclass is left to the package, unless the subclass has an empty body, because
-        it may override code. For other norms, `why_left` returns the reason to leave them, or None.
+        A subclass of a norm class may override code. So its norms are not converted, unless the
+        body of the subclass is empty. For all other norms of the package, `why_left` decides: it
+        returns the reason not to convert a norm, or None.
         """
         base = next((base for base in self._classes if isinstance(module, base)), None)
         if base is None or isinstance(module, self._classes[base]) or path in self.subclasses:
@@ -268,8 +271,8 @@ class Report:
     def note(self, kind: type, path: str, parameters: Iterable[Any]) -> None:
         """Record a module without submodules if it is a norm, and the user defines its class.
 
-        It is a norm if the name of its class ends in "norm", and if no parameter has more than two
-        axes: one of stacked layers, and one of columns.
+        The module counts as a norm if the name of its class ends in "norm", and if no parameter has
+        more than two axes: one of stacked layers, and one of columns.
         """
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
@@ -281,9 +284,9 @@ class Report:
     def log(self, none: str) -> None:
         """Log one line: a warning if a module was not converted, or must save its input.
 
-        Without such problems, a line of the level INFO lists the modules that call functions of
-        ``calls``; without such modules, nothing is logged. `none` is the text for a model that has
-        no norm of the package.
+        If there is no reason for a warning, a line of the level INFO lists the modules that call
+        functions of ``calls``. If there are no such modules either, nothing is logged. `none` is
+        the text for a model that has no norm of the package.
         """
         of = f"of {len(self.norms)} norms"
         has_norms = any(issubclass(kind, tuple(self._classes)) for kind in self.kinds)
@@ -327,7 +330,10 @@ def _adds_nothing(kind: type) -> bool:
 
 @functools.cache
 def _empty_subclass(base: type) -> type:
-    """Return a class with an empty body. It has the attributes that Python and `base` add."""
+    """Return a subclass of `base` with an empty body, as an example of such a class.
+
+    Its attributes are those that Python and `base` add to every subclass.
+    """
 
     class Empty(base):  # type: ignore[misc]
         """A class with nothing but a docstring."""
@@ -339,8 +345,8 @@ def identity(function: Any) -> Any:
     """Return a hashable value that is equal for functions with the same code and the same data.
 
     So a lambda that is evaluated again in each training step counts as one function. The data are
-    the defaults and the variables of enclosing functions; they are compared by identity, unless
-    they are numbers or strings.
+    the default values of arguments, and variables of enclosing functions. Numbers, strings, None
+    and tuples of these are compared by value, other data by identity.
     """
     if isinstance(function, functools.partial):
         options = tuple(sorted(function.keywords.items()))
@@ -367,8 +373,8 @@ def _of_data(data: Any) -> Any:
 def with_call(kind: type, function: Callable[..., Any]) -> type:
     """Return a subclass of `kind` whose ``__call__`` is `function`.
 
-    If `kind` is such a subclass itself, its base class is used instead. Equal arguments return the
-    same class.
+    If `kind` is itself a result of this function, the class from which it was derived is used
+    instead. For equal arguments, the same class is returned.
     """
     kind = original(kind)
     key = kind, identity(function)
@@ -393,7 +399,7 @@ def original(kind: type) -> type:
 
 @functools.cache
 def _metaclass(kind: type) -> type:
-    """Return a subclass of a metaclass for the classes of `with_call`; `_reduced` pickles them."""
+    """Return a subclass of the metaclass `kind` whose classes are pickled by `_reduced`."""
     made = type(kind.__name__, (kind,), {})
     copyreg.pickle(made, _reduced)
     return made
@@ -402,8 +408,8 @@ def _metaclass(kind: type) -> type:
 def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
     """Return a function and its arguments, with which `pickle` restores a class of `with_call`.
 
-    If its function cannot be pickled (a lambda, for example), the class is loaded as the class from
-    which it was derived.
+    If the function that replaces ``__call__`` cannot be pickled (a lambda, for example), `pickle`
+    restores the original class instead.
     """
     kind, function = vars(made)[_MADE_OF]
     try:
@@ -418,15 +424,15 @@ def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 # Name of the attribute in which a class made by `with_call` stores a pair: the class from which it
 # was derived, and the function that is called.
 _MADE_OF = "_jaxnorm_made_of"
-# A cache, so that equal models have equal classes, and `jax.jit` traces once. A key is the original
-# class and the identity of the function, which contains id() of objects. A class keeps its function
-# and so these objects alive, so no id() in a key is reused.
+# A cache, so that equal models have equal classes, and `jax.jit` traces once. A key is a pair: the
+# original class, and the `identity` of the function, which may contain id() of objects. The cached
+# class keeps its function alive, and so these objects. Therefore, no id() in a key is reused.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, Any], type] = weakref.WeakValueDictionary()
 
 _LOGGER = logging.getLogger("jaxnorm")
 if _LOGGER.level == logging.NOTSET:
-    # Python's default level would drop the lines of the level INFO before any handler gets them.
-    # Without a handler, Python prints warnings only.
+    # With Python's default level, no handler gets the lines of the level INFO. (If there is no
+    # handler, Python prints warnings only.)
     _LOGGER.setLevel(logging.INFO)
 
 

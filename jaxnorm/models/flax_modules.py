@@ -39,7 +39,7 @@ class Place(NamedTuple):
       shape: shape to which x is reshaped. For a GroupNorm, the last axis of x (channels) is split
         into two: the groups, and the channels of a group. For other norms, it is x's shape.
       axes: the axes of this shape that are normalised.
-      parameter: shape to which scale and bias are reshaped.
+      parameter: the shape to which scale and bias are reshaped.
     """
 
     shape: tuple[int, ...]
@@ -50,8 +50,8 @@ class Place(NamedTuple):
 def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
     """Return the `Place` of a norm for an x with the given shape.
 
-    The result is None if the call must run Flax's code, because the parameters have other axes than
-    the normalised ones, or because Flax raises an error for the groups.
+    The result is None if the call must run Flax's code. This is the case if the parameters do not
+    have exactly the normalised axes, or if Flax raises an error for the groups of a GroupNorm.
     """
     name = type(norm).__name__
     if not is_group_norm(norm):
@@ -64,7 +64,7 @@ def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
     *others, channels = shape or (0,)
     last, count, size = len(others), norm.num_groups, norm.group_size
     if isinstance(norm, nn.GroupNorm) and size is not None:
-        # linen requires either num_groups or group_size. nnx computes the missing one itself.
+        # In linen, num_groups or group_size must be None. (nnx computes the missing one itself.)
         count = channels // size if count is None and size > 0 and channels % size == 0 else 0
     axes = norm.reduction_axes
     reduced = checks.axes(name, (*range(1, last), -1) if axes is None else axes, shape)
@@ -81,7 +81,7 @@ def is_group_norm(norm: Any) -> bool:
 
 
 def each(axes: Axes) -> Sequence[int]:
-    """Return a sequence of axes."""
+    """Return the axes as a sequence, also if there is only one."""
     return axes if isinstance(axes, Sequence) else (axes,)
 
 
@@ -104,7 +104,7 @@ def why_flax(norm: Any, seen: Iterable[Any], mask: Any = None) -> str | None:
 def result_dtype(dtype: Any, *operands: Any) -> np.dtype:
     """Return the dtype of a module's result by Flax's rule.
 
-    It is the module's `dtype` or, if that is None, the common dtype of x and the parameters.
+    This is the module's `dtype` or, if `dtype` is None, the common dtype of x and the parameters.
     """
     return jax.dtypes.canonicalize_dtype(dtypes.canonicalize_dtype(*operands, dtype=dtype))
 
@@ -122,11 +122,11 @@ def normalised(
 
     Args:
       norm: a norm module of Flax or of jaxnorm.
-      place: what `place_of` returns for the module.
-      x, residual: the operands of the call.
-      parameters: the arguments ``scale`` and ``bias`` of the functions, if present.
+      place: the result of `place_of` for the module.
+      x, residual: the operands of the call; residual may be None.
+      parameters: a dict with ``scale`` and ``bias``, if the module has them.
       dtype: dtype of y.
-      settings: the values of `conversion.SETTINGS`; by default, those of `norm`.
+      settings: a dict with the values of `conversion.SETTINGS`; by default, the values of `norm`.
     """
     options = dict(settings or conversion.settings_of(norm))
     options |= {"axis": place.axes, "epsilon": norm.epsilon, "dtype": dtype}
@@ -172,8 +172,9 @@ def norm_and_dense(
 def by_flax(module: Any, norm: Callable[[Any], Any], x: Any, residual: Any = None) -> Any:
     """Return norm(x) or, with a residual, (norm(h), h), where the function `norm` is Flax's code.
 
-    h = x + residual has the residual's dtype. If the module has an activation, it is applied to
-    norm(x). Flax's norms support no scale_offset: ValueError is raised if the module has one.
+    h = x + residual has the residual's dtype. If the module has an activation, the activation is
+    applied to norm(x). Flax's norms have no scale_offset, so ValueError is raised if the module's
+    is not 0.
     """
     name = type(module).__name__
     if module.scale_offset:

@@ -57,7 +57,7 @@ def dot_product_attention(
       module: module in which the weights are sown, as ``attention_weights`` of type
         ``nnx.Intermediate``, or None.
       promote_dtype: function that casts the inputs to one dtype.
-      is_causal: if True, the keys after the query's position are masked as well.
+      is_causal: if True, keys at positions after the query's position are masked as well.
 
     Returns:
       Array ``(batch..., q_length, heads, v_depth)``.
@@ -83,8 +83,8 @@ def dot_product_attention(
     attention.check_shapes(query, key, value, groups=True)
     scale, dtype = query.shape[-1] ** -0.5, query.dtype
     lengths = query.shape[-3], key.shape[-3]
-    # If there is no other mask than the causal one, each query has an unmasked key. Then a fill of
-    # -inf gives the same weights as `_FILL`, and kernels can skip masked entries.
+    # If the causal mask is the only mask, each query has an unmasked key. Then a fill of -inf gives
+    # the same weights as a fill of `_FILL`, and kernels can skip masked entries.
     is_supported = attention.is_supported(dtype)
     only_causal = is_causal and bias is None and mask is None and is_supported
     if is_causal and not only_causal:

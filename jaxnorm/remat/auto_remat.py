@@ -28,12 +28,12 @@ def auto_remat[**P, T](
 
     The backward pass of a function needs many of its intermediate arrays. JAX saves all of them.
     With ``auto_remat``, the function saves the smallest set of arrays from which the others can be
-    computed again, by a minimum cut of the graph of its operations. Without a budget, nothing
-    costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop. The
-    bodies of scans, branches and ``jax.shard_map`` inside the function are planned in the same way.
+    computed again. A minimum cut of the graph of its operations finds this set. Without a budget,
+    nothing costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop.
+    The bodies of scans, branches and ``jax.shard_map`` inside the function also get minimum cuts.
 
-    Values and derivatives are those of the function, up to rounding. The result can be transformed
-    like the function: ``jax.jit``, ``jax.grad``, ``jax.vmap``, forward mode, ``jax.checkpoint``.
+    The result has the values and derivatives of ``fun``, up to rounding. It can be transformed like
+    ``fun``: by ``jax.jit``, ``jax.grad``, ``jax.vmap``, forward mode, or ``jax.checkpoint``.
 
     Args:
       fun: a function of trees of arrays, such as a training loss or a layer of a model. Leaves of
@@ -74,9 +74,9 @@ def auto_remat[**P, T](
 def planned[**P, T](
     fun: Callable[P, T], plan: Callable[[], Plan], static: Sequence[int] = ()
 ) -> Callable[P, T]:
-    """Return `fun` with a derivative that saves what a plan chooses.
+    """Return `fun` with a derivative that saves what a plan chooses; see `regions.Plan`.
 
-    `plan` is a function that returns a new plan for each call of `fun`.
+    The function `plan` makes a new plan for each call of `fun`.
     """
 
     @functools.wraps(fun)
@@ -89,7 +89,7 @@ def planned[**P, T](
 
 
 class Planner:
-    """A plan (see `regions.Plan`) that chooses one pricing for a whole function, by a budget."""
+    """A plan (see `regions.Plan`) that finds one pricing by which a function meets a budget."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -157,9 +157,10 @@ class Call:
 
 
 def is_array(a: Any) -> bool:
-    """Return True for an array or a `jax.ShapeDtypeStruct`; False for numbers of Python.
+    """Return True for an array or a `jax.ShapeDtypeStruct`; False for a Python number.
 
-    NumPy's arrays of strings, dates or Python objects give False, because JAX has no such arrays.
+    For NumPy arrays of strings, dates or Python objects, the result is False, because JAX has no
+    such arrays.
     """
     if isinstance(a, (np.ndarray, np.generic)):
         return jnp.issubdtype(a.dtype, np.number) or a.dtype in (np.bool_, jax.dtypes.float0)

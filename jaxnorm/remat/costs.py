@@ -1,7 +1,8 @@
 """The costs of an equation: bytes of its results, and seconds to compute them again.
 
-Seconds are those of a roofline: the larger of the time for arithmetic and the time for memory. They
-depend on the kind of device, but not on measurements, so that all hosts of a job plan the same.
+The seconds are predicted by a roofline: the larger of the time for arithmetic and the time for
+memory. They depend on the kind of device, but not on measurements, so all hosts of a job make the
+same plan.
 """
 
 import functools
@@ -23,13 +24,14 @@ _RATES = {
 }
 _OTHER_RATES = (600e12, 3.0e12)
 
-# XLA fuses elementwise operations. On average, one of this many operations stores its result.
+# XLA fuses elementwise operations. The assumption is that one in this many stores its result.
 _FUSED = 8
-# Without a budget, an array is not saved if recomputing it takes at most this many bytes of memory
-# traffic for each of its bytes.
+# If there is no budget, an array is saved only if its recomputation, unfused, moves more than this
+# many bytes for each byte of the array.
 _TRAFFIC_PER_BYTE = 500
-# Time to generate random bits, relative to an elementwise operation of the same size. Without a
-# budget, a mask of one byte per element is saved: computing 32 random bits per element costs more.
+# Assumed time to generate random bits, relative to an elementwise operation of the same size. It is
+# so long that, without a budget, a mask of one byte per element is saved: computing its 32 random
+# bits per element again is assumed to cost more.
 _RANDOM = 150
 
 # Operations that XLA fuses with others. An operation in none of the next four tables is costly,
@@ -73,7 +75,7 @@ def _rates() -> tuple[float, float]:
 
 
 def bytes_per_second() -> float:
-    """Return the price without a budget: the saved bytes that are worth a second of computation."""
+    """Return the price without a budget: the number of bytes that are worth one second."""
     return _rates()[1] * _FUSED / _TRAFFIC_PER_BYTE
 
 
@@ -94,7 +96,7 @@ def _shape(aval: Any) -> tuple[int, ...]:
 
 
 def is_costly(equation: Any) -> bool:
-    """Return True for an equation that must not run twice, such as a matmul, a sort or a kernel."""
+    """Return True for an equation that may run twice only to meet a budget, such as a matmul."""
     name = primitive_name(equation)
     if equation.effects:
         return True
@@ -107,7 +109,7 @@ def is_costly(equation: Any) -> bool:
 
 
 def primitive_name(equation: Any) -> str:
-    """Return the name of an equation's primitive. Names for policies are always called "name"."""
+    """Return the name of an equation's primitive; for all kinds of `checkpoint_name`, "name"."""
     high_level = type(equation.params.get("_prim")).__name__
     return "name" if high_level.startswith("CheckpointName") else equation.primitive.name
 
@@ -142,7 +144,7 @@ def seconds(equation: Any) -> float:
 
 
 def contains(equation: Any, primitive: str) -> bool:
-    """Return True if an equation, or a program inside it, has the given primitive."""
+    """Return True if an equation, or one inside its inner programs, has the given primitive."""
     inner = (e for body in _bodies(equation) for e in body.eqns)
     return equation.primitive.name == primitive or any(contains(e, primitive) for e in inner)
 

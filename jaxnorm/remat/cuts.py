@@ -11,9 +11,10 @@ below. Values on the source's side of the cut are known to the backward pass::
     value -> value'         bytes of the value: it is saved
     residual' -> sink       infinite: the residual is needed
 
-Each value has two nodes, value and value', joined by an edge that stands for saving it. An operand
-is the second node of a value. The cuts for all prices are the vertices of the lower convex hull of
-all choices, in the plane of bytes and seconds.
+Each value has two nodes, value and value', joined by an edge that stands for saving the value. The
+node "operand" in this list is the node value' of the operand. Consider all choices as points in
+the plane of bytes and seconds. The cuts for all prices are the vertices of the lower convex hull of
+these points.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 # Capacities are 32-bit integers in scipy. All finite capacities together are at most `_TOTAL`.
 _INFINITE, _TOTAL = 2**30, 2**29
-#: A point counts as a vertex of the hull only if it is below the line between its neighbours by
-#: more than this fraction of the bytes. Smaller distances are rounding errors of capacities.
+#: A point counts as a vertex of the hull only if its distance below the line between its neighbours
+#: is more than this fraction of the bytes. Smaller distances are rounding errors of capacities.
 PRECISION = 1e-6
 
 
@@ -57,8 +58,8 @@ class Step:
       seconds: time to run the equation again; infinite if it must never run again.
       operands: indices of its operands, without values that are always available.
       results: indices of the values that it computes.
-      is_costly: True if the equation must not run again without a budget.
-      is_anchor: True if the equation must not run again with a budget.
+      is_costly: if True, the equation may run again only if there is a budget.
+      is_anchor: if True, the equation may run again only if there is no budget.
     """
 
     seconds: float
@@ -91,7 +92,10 @@ class Graph:
         return self._hash
 
     def choice(self, saved: Sequence[int]) -> Cut:
-        """Return the choice that saves the given values, without values that are not needed."""
+        """Return the choice that saves those of the given values that are needed.
+
+        Needed values that no equation computes are saved as well.
+        """
         given, used, again = {*saved}, set(), set()
         stack = [*self.residuals]
         seen = set(stack)
@@ -166,7 +170,10 @@ class Graph:
 
 @functools.lru_cache(maxsize=1024)
 def _cut(graph: Graph, price: float, allow_costly: bool) -> Cut:
-    """Return `Graph.cut` from a cache: outside of `jax.jit`, each call builds an equal graph."""
+    """Return `Graph.cut` from a cache.
+
+    Outside of `jax.jit`, each call of the same function builds a new, but equal, graph.
+    """
     return graph.minimum(price, allow_costly)
 
 
@@ -191,7 +198,7 @@ class Point:
 
 
 def point(graphs: Weighted, price: float, cuts: Sequence[Cut]) -> Point:
-    """Return the point of a choice for each graph."""
+    """Return the point at which each graph makes its choice in `cuts`."""
     size = sum(runs * cut.bytes for (_, runs), cut in zip(graphs, cuts))
     seconds = math.fsum(runs * cut.seconds for (_, runs), cut in zip(graphs, cuts))
     return Point(size, seconds, price, tuple(cuts))
@@ -204,7 +211,7 @@ def ends(graphs: Weighted) -> tuple[Point, Point]:
 
 
 def between(graphs: Weighted, above: Point, below: Point) -> Point | None:
-    """Return a vertex of the convex hull between two of its points, or None if there is none."""
+    """Return a vertex of the convex hull between two of the hull's points; None if none exists."""
     if above.bytes <= below.bytes or above.seconds >= below.seconds:
         return None
     slope = (above.bytes - below.bytes) / (below.seconds - above.seconds)

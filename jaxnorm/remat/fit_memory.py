@@ -24,11 +24,11 @@ def fit_memory(
     limit: int | float,
     donate_argnums: int | Sequence[int] = (),
 ) -> jax.stages.Compiled:
-    """Compile a training step that fits into a given memory with as little recomputation as needed.
+    """Compile a training step so that it fits into a given memory with little recomputation.
 
-    The step is compiled at most five times, and does not run: first without recomputation, then
-    with :func:`jaxnorm.auto_remat`, then with budgets that are derived from the memory of the
-    previous programs. The memory of a program is XLA's plan for one device,
+    The step is not run. It is compiled at most five times: first without recomputation, then with
+    :func:`jaxnorm.auto_remat`, then with budgets that are derived from the memory of the previous
+    programs. The memory of a program is XLA's plan for one device,
     ``compiled.memory_analysis()``: the bytes of arguments, results and temporary arrays, without
     results that reuse the memory of donated arguments.
 
@@ -37,7 +37,7 @@ def fit_memory(
         differentiate, such as the loss, or with parts of it, such as the layers:
         ``jax.grad(remat(loss))(weights, batch)``. The limit applies to the whole step.
       args: the arguments after ``remat``: trees of arrays or of ``jax.ShapeDtypeStruct``.
-      limit: the largest memory in bytes.
+      limit: the largest memory, in bytes, that the step may need.
       donate_argnums: index or indices of the arguments in ``args`` whose memory the step may reuse,
         as for ``jax.jit``.
 
@@ -77,7 +77,10 @@ def fit_memory(
 
 
 class _Trial(NamedTuple):
-    """A compiled program, its memory in bytes, and the predicted costs of its choices."""
+    """A program, its memory in bytes, and the predicted costs of its choices.
+
+    `compiled` is None if the program has not been compiled, or if the compiler refused it.
+    """
 
     compiled: jax.stages.Compiled | None
     memory: float
@@ -85,11 +88,11 @@ class _Trial(NamedTuple):
 
 
 class _Search:
-    """A search for the program with the least recomputation that fits into a memory.
+    """A search for the program with the least recomputation that fits into a given memory.
 
     All functions that `remat` wraps share one price of a second in bytes, so their graphs have one
-    common frontier. Its points predict only by how much the memory of two programs differs. The
-    memory itself is known for the programs that have been compiled.
+    common frontier. The points of the frontier predict only by how much the memory of two programs
+    differs. The memory itself is known only for programs that have been compiled.
     """
 
     def __init__(
@@ -123,8 +126,8 @@ class _Search:
         """Return the best program, given a trial without `auto_remat`, and one without a budget."""
         least = cuts.within(survey.graphs, survey.below.bytes, survey.above, survey.below)
         tried = [auto.point.cuts, plain.point.cuts]
-        # `above` is the last program that does not fit, `below` the last one that does. Until one
-        # with recomputation fits, `below` is the point with the fewest bytes, not compiled.
+        # `above` is the last program that does not fit, `below` the last program that fits. Until a
+        # program fits, `below` is the point with the fewest bytes, without a compiled program.
         before, above, below = plain, auto, _Trial(None, math.nan, least)
         if auto.memory <= self._limit:
             above, below = plain, auto
@@ -220,7 +223,10 @@ def _unlimited(survey: Survey) -> Point:
 
 
 def _slope(before: _Trial, above: _Trial) -> float:
-    """Return the decrease of memory between two trials, over the decrease of saved bytes."""
+    """Return the decrease of memory between two trials, divided by the decrease of saved bytes.
+
+    The result is 1 if this quotient is not positive or not finite.
+    """
     saved = before.point.bytes - above.point.bytes
     slope = (before.memory - above.memory) / saved if saved > 0 else math.nan
     return slope if 0 < slope < math.inf else 1.0

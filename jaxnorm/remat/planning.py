@@ -24,15 +24,17 @@ def unlimited() -> Pricing:
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """The choices that a function has, and what each of them costs.
+    """The choices of saved arrays that a function has, and what each choice costs.
 
     Attributes:
       default: number of bytes that JAX saves without `auto_remat`.
       seconds: predicted time of the forward and the backward pass.
-      regions: the regions whose choices the budget decides, and their derivatives.
-      fixed: number of bytes to add to a point's bytes, at most 0. It removes arrays that are
-        counted twice: the graph of a region includes what regions inside it save without a budget.
-      above, below: the points with the most and the fewest bytes.
+      regions: pairs (region, derivative), for the regions whose choices the budget decides.
+      fixed: number of bytes, 0 or negative, to add to the bytes of each point. It corrects for
+        arrays that are counted twice: the graph of a region also has the arrays that regions inside
+        this region save without a budget.
+      above: the point with the most bytes.
+      below: the point with the fewest bytes.
     """
 
     default: int
@@ -98,12 +100,13 @@ def survey(region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequenc
     Args:
       region: the region of the whole function.
       mask: a bool for each input: True if it is differentiated.
-      primals, tangents: arrays, or types of arrays.
+      primals: all inputs: arrays, or types of arrays.
+      tangents: the tangents of the differentiated inputs: arrays, or types of arrays.
     """
     default = default_bytes(region, mask, primals)
     linearized = region.linearized(unlimited(), mask, primals, tangents)
     regions = tuple((r, r.latest) for r in region.budgeted() if r.latest is not None)
-    # What inner regions save is also in the graphs of the regions around; see `Survey.fixed`.
+    # Arrays that inner regions save are also in the graphs of outer regions; see `Survey.fixed`.
     inside = [(r, unlimited().cut(d.graph)) for r, d in regions if r is not region]
     fixed = -sum(r.runs * cut.bytes for r, cut in inside)
     above, below = cuts.ends([(d.graph, r.runs) for r, d in regions])

@@ -15,8 +15,8 @@ from jax.extend.core import (  # type: ignore[attr-defined]
 
 # Primitives that run an inner program once. The inner program becomes part of the flat list.
 _CALLS = ("jit", "closed_call", "core_call")
-# Parameters of `jit` that restrict the placement of its arrays or its compilation. A call that sets
-# one of them stays a single equation.
+# Parameters of `jit` that restrict the placement of its arrays. A call that sets one of them, or
+# that sets compiler options, stays a single equation.
 _PLACEMENTS = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
 
 
@@ -26,7 +26,7 @@ class Program:
 
     Attributes:
       inputs: variables of the arguments, then of the traced program's constants.
-      outputs: variables or literals.
+      outputs: the results: variables or literals.
       equations: the equations, in an order in which they can be evaluated.
       constants: values of the traced program's constants.
       template: the traced jaxpr, from which `closed` copies all other fields of a jaxpr.
@@ -109,9 +109,9 @@ def variables(atoms: Iterable[Any]) -> Iterator[Var]:
 def scan_counts(equation: Any, body: Any) -> tuple[int, int]:
     """Return the number of a scan's constants, and the number of arrays in its carry.
 
-    They are derived from the arrays: a constant or carry has the same number of axes outside and
-    inside the body, and a stacked array has one more outside. The equation has parameters with
-    the two numbers, but these parameters differ between versions of JAX.
+    Both are derived from the arrays: a constant or an array of the carry has the same number of
+    axes outside and inside the body, and a stacked array has one more axis outside. The equation
+    has parameters with the two numbers, but these parameters differ between versions of JAX.
     """
     given, carries = (
         sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
@@ -129,8 +129,8 @@ def needed(
 ) -> list[Any]:
     """Return the equations from which `outputs` can be computed, if the values `given` are known.
 
-    If `with_effects` is True, equations with effects, and the equations before them that compute
-    their operands, are included.
+    If `with_effects` is True, the result includes equations with effects, and all equations that
+    their operands depend on.
     """
     stop = {*given}
     wanted = {*variables(outputs)} - stop

@@ -1,13 +1,13 @@
 """Regions: parts of a program whose derivative saves the values that a minimum cut chooses.
 
-A region is the whole function, or the body of a scan, of a branch or of `jax.shard_map` in it. It
-is a `jax.custom_jvp` function. Its rule linearizes the program, and separates the equations that
-depend on tangents from the equations that do not::
+A region is a whole function, or one of these parts of it: the body of a scan, a branch, or the body
+of `jax.shard_map`. Each region is a `jax.custom_jvp` function. The rule of this function linearizes
+the program, and separates the equations that depend on tangents from all others::
 
     forward pass     evaluates the equations that do not depend on tangents, and returns the
                      outputs and the saved values
-    derivative       calls `linear_program` for each segment, which gets saved values and arguments,
-                     computes the other residuals again, and then the tangents
+    derivative       calls `linear_program` for each segment. A call gets saved values and
+                     arguments, computes the other residuals again, and then the tangents
 
 JAX saves the operands of these calls and nothing else. Their transposes are the backward pass.
 Because `linear_program` is an ordinary linear primitive, forward mode, higher derivatives,
@@ -43,8 +43,9 @@ class Pricing:
       price: number of bytes that are worth one second of recomputation.
       allow_costly: True if costly operations may run again, to meet a budget.
       cuts: a dict that maps graphs to fixed choices. For other graphs, the price decides.
-      inside: the pricing of regions inside the body of a scan, such as a scan in a layer; None for
-        this pricing. If the layer runs again, what they save is in memory only while it runs.
+      inside: the pricing of regions inside the body of a scan, such as a scan in a layer; None if
+        this pricing applies to them as well. If the layer runs again, arrays that these inner
+        regions save are in memory only while the layer runs.
     """
 
     price: float
@@ -64,7 +65,8 @@ class Linearized:
     Attributes:
       program: all equations. Its inputs are the inputs of the region, then the tangents, then
         constants: arrays that custom derivative rules close over.
-      inputs, tangents: the inputs of the program; the constants are among `inputs`.
+      inputs: the inputs of the region, then the constants.
+      tangents: the tangents of the differentiated inputs.
       outputs: results of the region.
       moving: indices of the results whose tangents are not zero.
       along: tangents of the results in `moving`.
@@ -101,13 +103,13 @@ class Linearized:
     def has_while(self) -> bool:
         """True if a tangent passes through a while loop, which has no backward pass.
 
-        The region then uses forward mode of plain JAX, with one loop for results and tangents.
+        The region then uses JAX's forward mode, with one loop for both results and tangents.
         """
         return any(costs.contains(e, "while") for e in self.linear)
 
 
-# Relative increase of the time to run an equation again, from the first to the last equation of a
-# region; see `Region._graph`.
+# To break ties, the predicted time to run an equation again is multiplied by a factor. The factor
+# grows from 1 for a region's first equation to almost 1 + _TIES for the last; see `Region._graph`.
 _TIES = 0.05
 
 # A function that returns the pricing of a derivative. Its arguments are the region, the mask, the
@@ -124,8 +126,6 @@ class Region:
         nothing.
       in_loop: True if the region is inside a scan.
       runs: number of times that the region runs.
-      varies: for the body of a scan, a bool for each input: False if it is the same in all
-        iterations.
       parts: the regions inside this one.
       latest: the derivative that was traced last; None before the first one.
     """
@@ -172,7 +172,8 @@ class Region:
     def budgeted(self) -> Iterator["Region"]:
         """Yield the regions whose choices a budget decides.
 
-        These are this region and the regions inside it, but none inside the body of a scan.
+        These are this region and the regions inside it. The body of a scan is such a region, but
+        the regions inside that body are left out.
         """
         yield self
         for part in () if self.in_loop else self.parts:
@@ -185,7 +186,11 @@ class Region:
         varies: Sequence[bool] | None = None,
         length: int | None = None,
     ) -> "Region":
-        """Add a region inside this one, and return it. `length` is given for a scan's body."""
+        """Add a region inside this one, and return it.
+
+        For the body of a scan, `varies` has a bool for each input (False if the input is the same
+        in all iterations), and `length` is the number of iterations. Otherwise, both are None.
+        """
         in_loop, runs = self.in_loop or length is not None, self.runs * (length or 1)
         region = Region(traced, is_free, in_loop, runs, varies)
         self.parts.append(region)
@@ -211,8 +216,9 @@ class Region:
     def linearized(
         self, pricing: Pricing, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> Linearized:
-        """Trace the derivative along the inputs that `mask` selects."""
-        # What the parts save is in the derivative of the region, and depends on the pricing.
+        """Return the derivative along the inputs that `mask` selects; trace it if it is new."""
+        # The derivative includes what the parts save, which depends on the pricing. So with parts,
+        # the key includes the pricing.
         key = mask, pricing if self.parts else None
         if key not in self._linearized:
             inside = (pricing.inside or pricing) if self.in_loop else pricing
@@ -231,7 +237,7 @@ class Region:
         return self.latest
 
     def residuals(self, mask: Mask, primals: Sequence[Any]) -> list[Any]:
-        """Return the residuals that plain JAX saves to differentiate the inputs in `mask`."""
+        """Return the residuals that JAX saves to differentiate the inputs that `mask` selects."""
         run = jaxpr_as_fun(self._traced)
         along, moving = self._along(lambda arrays: run(*arrays[: self._count]), mask, primals)
         return jax.tree.leaves(jax.vjp(along, *moving, has_aux=True)[1])
@@ -239,7 +245,7 @@ class Region:
     def _along(
         self, program: Callable[..., Any], mask: Mask, primals: Sequence[Any]
     ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], list[Any]]:
-        """Return a function of the inputs in `mask` only, and the values of these inputs.
+        """Return a function of the inputs that `mask` selects, and the values of these inputs.
 
         The function returns two lists: the results whose dtype is inexact, and all results with
         None in place of the inexact ones.
@@ -307,10 +313,10 @@ class Region:
         residuals: list[Var],
         anchors: set[Var],
     ) -> tuple[Graph, list[Var]]:
-        """Return the graph of the equations that the residuals depend on, and its values.
+        """Return the graph of the equations that the residuals depend on, and its variables.
 
-        Values that are the same in all iterations of a loop, such as rotary tables and masks, are
-        computed again in each iteration, unless that is costly.
+        In the body of a loop, values that are the same in all iterations, such as rotary tables and
+        masks, are not in the graph, unless they are costly. They are computed in each iteration.
         """
         constant = {v for v, varies in zip(inputs, self._varies) if not varies}
         equations = []
@@ -326,8 +332,8 @@ class Region:
         steps = []
         for i, e in enumerate(equations):
             never = bool(e.effects) or (not self.in_loop and e.primitive.name in _SPECIAL)
-            # Later equations cost slightly more. Equal costs of unrolled layers would tie, and the
-            # frontier would have no point at which only some of the layers run again.
+            # Later equations cost slightly more. With equal costs, unrolled layers tie, and the
+            # frontier has no point at which only some of the layers run again.
             later = 1 + _TIES * i / len(equations)
             steps.append(
                 Step(
@@ -344,7 +350,7 @@ class Region:
     def apply(
         self, derivative: Linearized, cut: Cut, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return the outputs and their tangents. The derivative saves what the cut has chosen."""
+        """Return the outputs and their tangents. The derivative saves what `cut` has chosen."""
         program, inputs = derivative.program, derivative.inputs
         primals = [*primals, *program.constants]
         saved = [derivative.values[i] for i in cut.saved]
@@ -375,9 +381,9 @@ class Region:
                 program.closed([*again, *linear], [*operands, *moving], results),
                 [values[v] for v in operands],
                 [along[v] for v in moving],
-                # A barrier prevents XLA from merging equal values of the forward and the backward
-                # pass, which would keep arrays in memory that the plan does not save. In a loop, no
-                # barrier is needed, because the two passes are two loops.
+                # Without a barrier, XLA merges equal values of the forward and the backward pass,
+                # and keeps arrays in memory that the plan does not save. In a loop, no barrier is
+                # needed, because the two passes are two loops.
                 waiting=0 if self.in_loop else len(operands),
             )
             along.update(zip(results, moved))
@@ -403,7 +409,7 @@ def sizes(equations: Iterable[Any]) -> dict[Var, int]:
 def _refers(equation: Any) -> bool:
     """Return True if an equation reads or writes a mutable array (``jax.new_ref``).
 
-    The program of such a region cannot be split, so its derivative is that of plain JAX.
+    A program with such an equation cannot be split, so plain JAX differentiates the region.
     """
     kinds = {name for effect in equation.effects for name in _class_names(effect)}
     return not kinds.isdisjoint({"RefEffect", "InternalMutableArrayEffect"})
@@ -454,7 +460,7 @@ def _scan(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[An
 
 
 def _cond(outer: Region, equation: Any, free: set[Var]) -> Callable[..., list[Any]]:
-    """Return a function of a cond's operands that runs it with its branches as regions."""
+    """Return a function of a cond's operands that runs the cond with its branches as regions."""
     is_free = [v in free for v in equation.invars[1:]]
     regions = [outer.part(branch, is_free) for branch in equation.params["branches"]]
 

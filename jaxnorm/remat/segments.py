@@ -18,17 +18,17 @@ from jax.extend.core import Var
 from jaxnorm.remat import costs
 from jaxnorm.remat.programs import variables
 
-# A program with fewer crossing arrays, such as a single layer, is not split. A split layer always
-# saves the array between attention and MLP, for which a small budget may have no room.
+# A program with fewer crossing arrays, such as a single layer, is not split. With a budget, a split
+# layer always saves the array between attention and MLP, which may not fit into a small budget.
 _LEAST = 3
 
 
 def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, int], list[Var]]:
-    """Return the index of each value's segment, and the values that cross between segments.
+    """Return a dict with the index of each value's segment, and a list of the crossing values.
 
-    Only values that depend on a costly operation count as crossing. Others, such as masks and
-    rotary tables, are cheap to compute in each segment. The number of segments minimises the bytes
-    of the crossing values and of the residuals of one segment together.
+    A value that crosses from a segment to the next counts only if it depends on a costly operation.
+    Other values, such as masks and rotary tables, are cheap to compute in each segment. The number
+    of segments minimises a sum of bytes: all crossing values, and the residuals of one segment.
 
     Args:
       known: the equations of the forward pass.
@@ -64,10 +64,11 @@ def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, i
 
 
 def group(linear: Sequence[Any], of: dict[Var, int], tangents: Collection[Var]) -> list[list[Any]]:
-    """Return the equations `linear` of a derivative, in a list for each segment.
+    """Return the equations of a derivative that depend on tangents, in a list for each segment.
 
-    `of` has the segments of values that do not depend on tangents. An equation belongs to the last
-    segment of its operands. An equation that depends only on tangents of arguments, such as the
+    `linear` has these equations, and `tangents` the tangents of arguments. `of` maps values that do
+    not depend on tangents to their segments. An equation belongs to the last segment of its
+    operands. An equation that depends only on tangents of arguments, such as the
     cast of a weight's tangent, belongs to the first segment that uses it. So the backward pass
     casts a weight's gradient in this segment, and does not hold it in memory until the end.
     """

@@ -16,15 +16,15 @@ from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
-# save="input" is advised if the predicted relative error of a column's gradient exceeds this limit,
-# which is about the noise of ordinary minibatch gradients.
+# save="input" is advised if the predicted relative error of a column's gradient exceeds this limit.
+# The limit is about as large as the noise of ordinary minibatch gradients.
 _ADVISE_INPUT = 0.1
 
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
-# Libraries name the scale of a norm ``scale`` or ``weight``. A norm class that the model defines
-# itself may use the names in `_OWN_SCALES` instead. `_BIASES` are names of biases.
+# Libraries name the scale of a norm ``scale`` or ``weight``, and the bias ``bias``. In a norm class
+# that the model defines itself, the names may also be those in `_OWN_SCALES` and `_BIASES`.
 _OWN_SCALES = ("w", "gamma")
 _BIASES = ("bias", "b", "beta")
 
@@ -43,8 +43,8 @@ class NormReport:
       columns: number of elements of the scale, in all layers if layers are stacked.
       under_floor: number of columns in which ``|scale + scale_offset|`` is below a limit that
         depends on the dtype of the norm's output. For float16, the limit is 2**-14, below which
-        the output is less accurate. For other dtypes, it is 2**-60 (float64: 2**-500), and the
-        forward pass replaces smaller values by the limit.
+        the output is less accurate. For other dtypes, the limit is 2**-60 (float64: 2**-500), and
+        the forward pass replaces smaller values by the limit.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|`` of a column; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient, in the worst column.
       verdict: ``"safe"``, or the advice to use ``save="input"``.
@@ -133,9 +133,9 @@ def check_params(
 
     Args:
       params: a tree of parameters with the names of Flax (linen or nnx), equinox or PyTorch. Names
-        may be nested, or joined by dots or slashes. An equinox model is such a tree itself. Leaves
-        may be stacked over layers. A module *looks like a norm* if its name is typical of norms
-        (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of its class
+        may be nested, or joined by dots or slashes. An equinox model can be passed unchanged.
+        Leaves may be stacked over layers. A module *looks like a norm* if its name is typical of
+        norms (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``), or if the name of its class
         contains ``Norm``. The scale of a norm is one of the following leaves:
 
         - a leaf named ``scale``;
@@ -146,17 +146,17 @@ def check_params(
         - a leaf named ``w`` or ``gamma``, if its module looks like a norm. (Some models define
           their own norm class and use these names, for example the models in Tunix.)
 
-        A leaf named ``bias`` next to the scale is the norm's bias. Next to ``w`` or ``gamma``, it
-        may also be named ``b`` or ``beta``.
+        A leaf named ``bias`` next to the scale is the norm's bias. Next to ``w``, ``gamma`` or a
+        name in ``scale_names``, the bias may also be named ``b`` or ``beta``.
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: number that is added to every scale, as in the norm functions.
       rotated: name or names of the norms whose output is rotated, such as ``("q_norm", "k_norm")``.
         A name is the last part of a norm's path, or the last few parts. The last axis of such a
         norm's scale must have one element for each column of a head.
-      rotated_columns: number of rotated columns in each norm that ``rotated`` names. This is twice
+      rotated_columns: number of rotated columns of each norm named in ``rotated``. This is twice
         the length of the last axis of cos and sin. None if all columns are rotated.
-      interleaved: True if adjacent columns are rotated in pairs, False if a pair is one column of
-        each half; as in :func:`jaxnorm.rms_norm_rope`.
+      interleaved: True if a rotated pair is two adjacent columns, False if it is one column of each
+        half of the rotated columns; as in :func:`jaxnorm.rms_norm_rope`.
       scale_names: name or names of scales in norm classes that the model itself defines. A leaf
         with such a name is treated like a leaf named ``weight``.
 
@@ -168,8 +168,8 @@ def check_params(
       TypeError: ``dtype`` is not a supported float dtype; a scale or bias is not a real float
         array; an option has the wrong type.
       ValueError: a bias and its scale differ in shape; a name in ``rotated`` is not the name of any
-        norm; a norm named in ``rotated`` has a bias; ``rotated_columns`` is odd; it is larger than
-        the number of columns of a norm named in ``rotated``.
+        norm; a norm named in ``rotated`` has a bias; ``rotated_columns`` is odd, or larger than the
+        number of columns of a norm named in ``rotated``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -235,7 +235,7 @@ def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> t
 
 
 def _ends_with(path: str, name: str) -> bool:
-    """Return True if a path ends with the parts of `name`, which are joined by dots or slashes."""
+    """Return True if the last parts of a path are the parts of `name`, split at dots or slashes."""
     parts = re.split("[./]", name)
     return path.split("/")[-len(parts) :] == parts
 
@@ -295,7 +295,7 @@ def _ratio_and_error(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return |bias / scale| and the predicted error of scale's gradient, for each column.
 
-    Where the forward pass replaces a small |scale| by a limit, the limit is used here as well.
+    If the forward pass replaces a small |scale| by a limit, the limit is used here as well.
     """
     ratio = np.zeros_like(scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -311,7 +311,8 @@ def _partners(rotated: int | None, interleaved: bool, path: str, columns: int) -
 
     Args:
       rotated: number of leading columns that are rotated; None for all.
-      interleaved: True if a pair is two adjacent columns, False if it is one column of each half.
+      interleaved: True if a pair is two adjacent columns, False if it is one column of each half
+        of the rotated columns.
       path, columns: path of the norm (for an error message), and its number of columns.
     """
     count = columns if rotated is None else rotated
@@ -342,7 +343,7 @@ def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -
 def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
     """Return the predicted relative error of scale's gradient, for each column.
 
-    `spread` has a number for each column: the root mean square of the output y, over |scale|.
+    For each column, `spread` is the root mean square of the output y, divided by |scale|.
     """
     info = jnp.finfo(y_dtype)
     # Half the unit roundoff is about the mean relative rounding error of normal numbers.

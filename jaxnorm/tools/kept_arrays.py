@@ -1,9 +1,10 @@
-"""A traced derivative as a graph of arrays. `memory_report` lists the arrays that are saved.
+"""A traced derivative as a graph of arrays, in which `memory_report` finds the saved arrays.
 
-A node of the graph is an array, with the primitive that makes it, its operands and its users. The
-body of a called function (`jax.jit`, custom rules, `jax.checkpoint`) becomes part of its caller's
-graph. The body of a scan over layers occurs once: its arrays are the arrays of one layer. An array
-that the scan stacks is a separate node, whose operand is the array of one layer.
+Each node of the graph is an array. An edge leads from each operand of a primitive to the arrays
+that the primitive computes. The body of a called function (`jax.jit`, custom rules,
+`jax.checkpoint`) becomes part of the caller's graph. The body of a scan over layers occurs once:
+its arrays are the arrays of one layer. If the scan stacks such an array over the layers, the
+stacked array is a separate node, whose operand is the array of one layer.
 """
 
 import dataclasses
@@ -32,16 +33,15 @@ CUSTOM = {"custom_jvp_call", "custom_vjp_call"}
 # Primitives that run an inner program once. Their operands are the inner program's arguments.
 _CALLS = {"jit", "remat2", "shard_map", *CUSTOM}
 
-# JAX's new rematerialisation (``jax_remat3``) has its own primitives. Each of them is treated like
-# a primitive of the default rematerialisation. The dict maps the name of the new primitive's class
-# to the name of the default primitive.
+# JAX's new rematerialisation (``jax_remat3``) has its own primitives. The dict maps the name of a
+# new primitive's class to the name of the older primitive that has the same effect.
 _HIGH_LEVEL = {"CheckpointName": "name", "CheckpointNameFwd": "name", "RematTraced": "remat2"}
 
 #: The value of `Value.made_by` for an array that a scan stacks from its iterations. (It is not
 #: "stack", because JAX has a primitive of that name.)
 STACKED = "stacked layers"
 
-#: Primitives that return their operand unchanged. `origin` skips them.
+#: Primitives whose result counts as the same array as their operand. `origin` skips them.
 NAMING = {
     "name", "optimization_barrier", "reduce_precision", "copy", "pvary", "stop_gradient",
 }  # fmt: skip
@@ -56,17 +56,18 @@ class Value:
       local: shape of one device's shard if the array's type includes its sharding; otherwise
         `shape`.
       made_by: name of the primitive that computes the array. If no primitive computes it, this is
-        one of five texts: ``"argument"`` (a constant or an argument of the program); ``"carry"``
-        (an array in the carry of a scan); ``"layer's"`` (the slice of a stacked operand for one
-        iteration of a scan); ``"literal"``; or `STACKED` (an array that a scan stacks from the
-        results of its iterations).
+        one of six texts: ``"argument"`` (a constant or an argument of the program); ``"carry"`` (an
+        array in the carry of a scan); ``"layer's"`` (the slice of a stacked operand for one
+        iteration of a scan); ``"literal"``; ``"result"`` (see `Program`); or `STACKED` (an array
+        that a scan stacks from the results of its iterations).
       operands: the operands of the primitive that computes the array.
-      source: the user's line, ``"file.py:12 (function)"``; "" if unknown.
+      source: the line of the user's code that computes the array, ``"file.py:12 (function)"``; ""
+        if it is unknown.
       layers: number of times that the program computes the array: the product of the lengths of the
         scans around it; 1 outside of scans.
       users: the values that have this value among their operands.
-      equation: the equation of the jaxpr that computes the array, or the literal; None if there is
-        neither.
+      equation: the equation of the jaxpr that computes the array; for a literal, the literal; None
+        for other arrays.
       is_active: True if the array depends on an argument that is differentiated.
     """
 
@@ -94,7 +95,7 @@ class Value:
     def bytes(self) -> int:
         """Number of bytes of the array on one device.
 
-        If each iteration of a scan computes such an array, this is the size of only one of them.
+        If the array is computed in each iteration of a scan, this is the size for one iteration.
         """
         return math.prod(self.local) * self.dtype.itemsize
 
@@ -103,11 +104,11 @@ class Program:
     """The graph of a traced program whose first results are the arrays that a derivative saves.
 
     Attributes:
-      values: all arrays that equations compute, in the order of the equations.
+      values: the arrays that equations compute, in order. Instead of a call's or scan's results,
+        the arrays that its body computes are listed.
       saved: the saved arrays, each once, without arguments, constants and empty arrays.
       outputs: the results that the derivative saves, in order. An array may occur several times.
-      by_origin: a dict that maps ``origin(v)`` to ``v`` for each saved array ``v``. If primitives
-        only name, copy or stack an array to make ``v``, ``origin(v)`` is that array.
+      by_origin: a dict that maps ``origin(v)`` to ``v`` for each saved array ``v``; see `origin`.
     """
 
     def __init__(
@@ -115,10 +116,10 @@ class Program:
     ) -> None:
         """Build the graph of a closed jaxpr whose first `count` results are the saved arrays.
 
-        Each result after the first `count` gets a node of its own, which uses the result. The
-        `made_by` of this node is ``"result"``. `is_active` has a bool for each argument: True if it
-        is differentiated. If `inlines_rules` is False, calls of the user's functions with custom
-        derivatives stay single equations.
+        For each result after the first `count`, a node is added whose `made_by` is ``"result"``,
+        and whose operand is this result. `is_active` has a bool for each argument: True if the
+        argument is differentiated. If `inlines_rules` is False, a call of a function with a custom
+        derivative stays a single equation, unless the function belongs to one of `_LIBRARIES`.
         """
         jaxpr: Jaxpr = traced.jaxpr
         self._inlines_rules = inlines_rules
@@ -142,7 +143,7 @@ class Program:
 
     @functools.cached_property
     def live(self) -> Container[Value]:
-        """The arrays on which results, or final carries of scans, depend; others are only saved."""
+        """The arrays on which a ``"result"`` or the final carry of a scan depends."""
         ends = [*self._returned, *self._results_of_scans]
         return reached(ends, lambda value: value.operands)
 
@@ -172,7 +173,8 @@ class Program:
             name = _name(equation)
             operands = [read(v) for v in equation.invars]
             body = _body(equation)
-            # In derivatives, some equations have no source line. They get the line of an operand.
+            # In derivatives, some equations have no source line. They get the line of an operand or
+            # of the call around them.
             lines = (source, _line(equation), *(v.source for v in operands), around)
             line = next(filter(None, lines), "")
             is_rule = name in CUSTOM and not self._inlines_rules and not _is_library_s(body)
@@ -242,10 +244,10 @@ def _unvaried(value: Value) -> tuple[Value, tuple[int, ...]]:
 
 
 def origin(value: Value) -> Value:
-    """Follow an array back through primitives that only name or copy it, to the original array.
+    """Return the array from which primitives in `NAMING` make `value`; it may be `value` itself.
 
-    Return the original array, which is not the result of such a primitive. If a scan stacks the
-    array, follow the array of one iteration instead.
+    There may be several such primitives in a row. If a scan stacks the array, the search continues
+    with the array of one iteration.
     """
     while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
@@ -292,7 +294,7 @@ def _body(equation: Any) -> Jaxpr | None:
 
 @functools.cache
 def _folder(library: str) -> str:
-    """Return the folder of a package, with a slash at its end; "?" if it is not installed."""
+    """Return the folder of a package, with a slash at the end; "?/" for an absent package."""
     spec = importlib.util.find_spec(library)
     return os.path.join(next(iter(spec.submodule_search_locations or ["?"])) if spec else "?", "")
 
@@ -336,6 +338,6 @@ def _is_library_s(body: Any) -> bool:
     """Return True if a jaxpr is the trace of a library's jitted function.
 
     All calls of such a function share one trace. The source lines recorded in the trace may
-    therefore be those of another call.
+    therefore belong to another call.
     """
     return any(folder in body.debug_info.func_src_info for folder in map(_folder, _LIBRARIES))

@@ -1,8 +1,9 @@
 """Advice to compute a loss by one of jaxnorm's losses of a linear layer, which save no logits.
 
-Logits are the result of a matmul with many more classes than features. If the loss of a position
-depends only on the logits of this position, `jaxnorm.linear_loss` can compute it. A specific loss,
-such as `jaxnorm.linear_softmax_cross_entropy`, is advised instead if it returns the same numbers.
+The result of a matmul counts as logits if it has more than twice as many classes (result columns)
+as features. If the loss of a position (a row of logits) depends only on this row,
+`jaxnorm.linear_loss` can compute it. A specific loss, such as
+`jaxnorm.linear_softmax_cross_entropy`, is advised instead if it returns the same numbers.
 """
 
 import itertools
@@ -54,13 +55,14 @@ class Advice(NamedTuple):
 
 @np.errstate(all="ignore")
 def advice(program: Program, forward: Callable[[], Program]) -> dict[Value, tuple[Advice, int]]:
-    """Return a dict that maps saved arrays to the advice that frees them, and to the freed bytes.
+    """Return a dict that maps saved arrays to pairs: advice not to save the array, and freed bytes.
 
-    `forward` returns the program that is differentiated, in which custom derivatives are visible.
+    `forward` returns the program that is differentiated, in which calls of functions with custom
+    derivatives are single equations.
 
-    Arrays that no advice frees are not in the dict. If the program saves other arrays instead,
-    their bytes are deducted from the freed bytes: first from the largest freed array, then from
-    the next largest one, and so on.
+    Arrays without advice are not in the dict. If other arrays are saved instead, their bytes are
+    deducted from the freed bytes: first from the largest freed array, then from the next largest
+    one, and so on.
     """
     found: dict[Value, tuple[Advice, int]] = {}
     for one in _losses(program, forward):
@@ -81,7 +83,7 @@ class _Replaced(NamedTuple):
       head: the linear layer that computes the logits.
       cuts: the results of the part.
       rows: the positions of each array in the part; see `values.positions`.
-      options: a dict that maps arguments of the linear loss to source text.
+      options: a dict that maps names of the linear loss's arguments to their source text.
       is_summed: True if the program uses only a sum of the results over the positions.
     """
 
@@ -109,10 +111,10 @@ def _losses(program: Program, forward: Callable[[], Program]) -> Iterator[Advice
 
 
 def _head(product: Value) -> Head | None:
-    """Return the linear layer whose matmul computes an array, or None.
+    """Return the linear layer whose matmul computes an array; None if there is no such layer.
 
-    The matmul contracts one axis and has no batch axes, and the weight has two axes. The weight may
-    be the first operand, as in `jax.vmap` of ``weight @ x``.
+    The matmul must contract one axis and have no batch axes, and its weight must have two axes. The
+    weight may be the first operand, as in `jax.vmap` of ``weight @ x``.
     """
     if product.made_by != "dot_general":
         return None
@@ -157,7 +159,7 @@ def _replaced(
                 if is_summed and "log_prob" in function:
                     function = "linear_softmax_cross_entropy"
                 yield _Replaced(function, head, cuts, loss.rows, options, is_summed)
-    # linear_loss can do everything that is computed position by position.
+    # linear_loss can compute everything that is computed position by position.
     rows = values.positions(program, [head])
     after = {v: [u for u in _live(v, program) if u not in rows] for v in rows}
     cuts = [v for v in rows if after[v]]
@@ -226,7 +228,8 @@ def _advice(part: _Replaced, program: Program) -> Advice:
         saved = [v for v in copies if v in program.by_origin]
         if is_summed:
             users = {u for v in saved for u in v.users if u.made_by != STACKED}
-            # The derivative of a jaxnorm function may use the function's own result.
+            # A saved result of a jaxnorm function is ignored, because it may be saved only for that
+            # function's own derivative.
             own = [v for v in saved if not v.made_by.startswith("jaxnorm.")]
             is_free = not operand.is_active or (bool(own) and users <= {*inside, *copies})
         else:

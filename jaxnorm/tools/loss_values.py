@@ -12,22 +12,23 @@ from jaxnorm.tools.values import Draw, Head, Rows, UnknownError, agree, stored, 
 # Smaller relative differences are attributed to the rounding of literals to float32.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
 
-# Standard deviation of the logits in each draw. The draw of large logits shows if a loss clips.
+# Standard deviation of the logits in each draw. Large logits reveal if a loss clips its logits.
 _DEVIATIONS = np.array([3.0, 60.0, 3.0, 3.0])
 
 
 class Loss:
-    """The values of a loss for random logits, which are compared with those of jaxnorm's losses.
+    """The values of a loss for random logits, to be compared with the values of jaxnorm's losses.
 
     Attributes:
       heads: the linear layer of the logits and, if there are two, the teacher's linear layer.
-      rows: the arrays that are computed from the logits position by position.
+      rows: a dict whose keys are the arrays that are computed from the logits position by position;
+        see `values.positions`.
       draws: values of these arrays, for several random logits, labels and weights. The last draw
         has other logits than the first one, but the same values after each `stop_gradient`. So a
         loss with the right values, but other gradients, differs in this draw.
-      logits: values, in each draw, of the arrays with a number for each class.
-      results: values, in each draw, of the arrays with one number for the position. Arrays that
-        the program sums over classes are included, as their sums.
+      logits: a dict that maps the arrays with a number for each class to their values in each draw.
+      results: a dict that maps the arrays with one number for the position to their values in each
+        draw. Arrays that the program sums over classes are included, with their sums.
     """
 
     def __init__(self, heads: Sequence[Head], rows: Rows) -> None:
@@ -55,7 +56,7 @@ class Loss:
 
         ``arrays`` are the program's arrays that are equal to the loss, up to the sign.
         ``entropies`` are its arrays that are equal to the entropies, up to the sign. ``options``
-        maps arguments of the loss to source text.
+        maps names of the loss's arguments to their source text.
         """
         for z, numbers in self.logits.items():
             log_p = special.log_softmax(numbers, -1)
@@ -81,7 +82,7 @@ class Loss:
         return {v for v, r in found if agree(r, numbers / units) or agree(r, -numbers / units)}
 
     def _labels(self) -> set[tuple[int, ...]]:
-        """Return the candidates for the label: integer arrays, as tuples of an index per draw."""
+        """Return the candidates for the label: for each integer array, its value in each draw."""
         known = [draw.arrays for draw in self.draws]
         common = [v for v in known[0] if np.issubdtype(v.dtype, np.integer)]
         common = [v for v in common if v not in self.rows and all(v in each for each in known)]
@@ -98,11 +99,11 @@ class Loss:
         return options | named if agree(scales, other_scales) else None
 
     def _options(self, value: Value, head: Head) -> tuple[dict[str, str], np.ndarray] | None:
-        """Return the options with which a loss computes `value` from logits, and its scales.
+        """Return the options with which a loss computes `value` from the logits of a head.
 
-        From the logits of a head, a loss computes ``cap * tanh(scale * (logits + bias) / cap)``
-        or, without a cap, ``scale * (logits + bias)``. The second item of the result is an array
-        with the scale in each draw. The result is None if `value` has another form.
+        The loss first computes ``cap * tanh(scale * (logits + bias) / cap)`` or, without a cap,
+        ``scale * (logits + bias)``. The result is a pair: the options, as a dict, and an array with
+        the scale in each draw. The result is None if `value` has another form.
         """
         scales, caps, options = [], [], dict[str, str]()
         for draw in self.draws:

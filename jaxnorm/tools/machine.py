@@ -83,7 +83,7 @@ def _device(device: Any) -> str:
 
 
 def _choices() -> Iterator[tuple[str, str, str]]:
-    """Yield lines with the implementation of each function and pass, and the reason for it.
+    """Yield lines of a table: function, pass, and the implementation with the reason for it.
 
     If both passes have the same implementation and reason, they share a line.
     """

@@ -38,18 +38,21 @@ _LIMITS = {"array": 28, "made by": 16, "advice": 20}
 
 @dataclasses.dataclass(frozen=True)
 class KeptArray:
-    """A group of equal arrays that the forward pass saves for the backward pass.
+    """A group of similar arrays that the forward pass saves for the backward pass.
+
+    The attributes shape, dtype, source, made_by, layers and advice are equal for all of the arrays.
 
     Attributes:
-      bytes: total size of these arrays, in all layers.
+      bytes: total size of the arrays, in all layers.
       shape, dtype: shape and dtype of one array. If a scan stacks the array of each iteration, this
         is the shape of the stacked array. On a mesh, it is the shape of one device's shard.
       source: the user's line that computes the array, ``"file.py:12 (function)"``. If an installed
-        package computes it, this is the line that calls the package.
+        package computes the array, this is the user's line that calls the package. "?" if the line
+        is unknown.
       made_by: JAX's name of the operation that computes the array.
       layers: number of layers in one array: the number of iterations of the scans that stack it; 1
         outside of scans.
-      advice: a change to the code after which these arrays are not saved; None if there is none.
+      advice: a change to the code after which these arrays are not saved, or None.
       saves: number of bytes by which the total falls if the advice on these arrays is followed.
       count: number of arrays in the group, times ``layers``.
     """
@@ -90,7 +93,7 @@ class MemoryReport:
 
     Attributes:
       total: number of bytes of all saved arrays.
-      rows: groups of equal arrays, the largest first. A group has these attributes:
+      rows: groups of similar arrays, the largest first. A group has these attributes:
 
         - ``bytes``: total size of the arrays, in all layers;
         - ``shape``, ``dtype``: shape and dtype of one array. If a scan stacks the array of each
@@ -165,9 +168,10 @@ class MemoryReport:
         return "\n\n".join([*rows, self._after_rows()])
 
     def _after_rows(self) -> str:
-        """Return the text below the table: the advice for each function, and the totals.
+        """Return the text below the table: the advice, and the totals.
 
-        The function that reduces the total most comes first.
+        Advice to use `auto_remat` comes first. The rest is grouped by the function that it advises,
+        and the function that saves the most bytes comes first.
         """
         saves = collections.Counter[str]()
         pieces: dict[str, list[Advice]] = {}
@@ -246,7 +250,7 @@ def memory_report(
       a table. Its text states how many bytes :func:`auto_remat` frees, and the time that it costs.
       If :func:`linear_loss` makes it unnecessary to save logits, or arrays computed from logits,
       their rows have advice. A specific loss, such as :func:`linear_kl_divergence`, is advised
-      instead if it returns the same numbers as the code for random logits.
+      instead if it returns the same numbers as the user's code, for random logits.
 
     Raises:
       TypeError: f is not a function; ``argnums`` is neither an integer nor a sequence of integers;
@@ -359,7 +363,8 @@ def report_of(
     tangents = [a for a, is_moving in zip(call.arrays, mask) if is_moving]
     found = planning.survey(call.region(), mask, call.arrays, tangents)
     recompute = found.recomputed(planning.unlimited()) / (found.seconds or 1.0)
-    # If XLA chooses shardings, `default` and `least` count whole arrays, `report` counts shards.
+    # If XLA chooses shardings, `default` and `least` count whole arrays, but `report` counts only
+    # shards. So bytes of whole arrays are multiplied by `report.total / default`.
     saves, together = (
         n * report.total // default for n in (default - least, default - least + also)
     )

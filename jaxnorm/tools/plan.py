@@ -20,8 +20,7 @@ from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# The functions without kernels, and the reasons that `implementation_for` gives for running them in
-# XLA.
+# Maps the functions without kernels to the reasons that `implementation_for` gives for XLA.
 _XLA_ONLY = {
     "gated_linear": "its matmul is XLA's, which computes the rest in fusions",
     "activation_linear": "its matmul is XLA's, which computes the rest in fusions",
@@ -51,15 +50,15 @@ def implementation_for(
     """Return the implementations that would run a call of `function`, and the reasons.
 
     The call is traced, but not run. The plan says what runs, not what is fastest: plain JAX may be
-    faster than a kernel, because XLA fuses it with the operations around it. ``jax.vmap`` adds a
+    faster than a kernel, because XLA can fuse plain JAX with other operations. ``jax.vmap`` adds a
     batch axis to x: put the size of the batch in front of `shape`. If parameters are batched, or if
     their gradients are computed for each batch element, pass parameters whose first axis is the
     batch.
 
     Args:
       function: name of a public function, such as ``"add_rms_norm"``.
-      shape, dtype: shape and dtype of x, or of logits; inside ``jax.shard_map``, the shape of a
-        shard.
+      shape, dtype: shape and dtype of the first argument (x or logits); inside ``jax.shard_map``,
+        the shape of a shard.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
         default device. (A real call uses the platform for which its program is lowered.)
       arguments: the function's arguments after the first one, by name. Arrays, such as ``scale``,
@@ -77,7 +76,7 @@ def implementation_for(
       computes the loss of a chunk's logits.
 
     Raises:
-      TypeError, ValueError: as for the function; the function is unknown; the platform is unknown.
+      TypeError, ValueError: the function or the platform is unknown; or as for the function.
 
     Example:
       >>> import jax
@@ -202,7 +201,10 @@ def calls_in(jaxpr: Any) -> Iterator[Call]:
 def _required(
     call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Return abstract arrays for the required operands that are missing in `arguments`."""
+    """Return a dict that maps required operands missing in `arguments` to abstract arrays.
+
+    For a missing ``scale``, the value is None.
+    """
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
     required: dict[str, jax.ShapeDtypeStruct | None] = {}

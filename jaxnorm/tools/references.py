@@ -1,8 +1,8 @@
 """The public functions in plain JAX, for ``--check`` and for the tests.
 
-They are written from the equations, and share no code with the functions that they check. Each has
-the name of the operation, or of the public function, whose values it computes. JAX differentiates
-them, in float64. The last axis is normalised.
+The functions of this module are written from the equations, and share no code with the functions
+that they check. Each has the name of the operation, or of the public function, whose values it
+computes. JAX differentiates them, in float64. The last axis is normalised.
 """
 
 import functools
@@ -36,7 +36,7 @@ log_softmax = functools.partial(softmax, log=True)
 
 
 def norm(x: Array, scale: Array, bias: Array | None = None, *, activation: str = "") -> Array:
-    """Return the LayerNorm of x, or its RMSNorm if there is no bias, after the activation."""
+    """Return the LayerNorm of x, or its RMSNorm if `bias` is None, with the activation applied."""
     centred = x if bias is None else x - x.mean(-1, keepdims=True)
     y = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + _EPSILON) * scale
     y = y if bias is None else y + bias
@@ -69,7 +69,8 @@ def norm_rope(
 ) -> Array:
     """Return the RMSNorm of x, with pairs of columns rotated by the tables cos and sin.
 
-    A pair is two adjacent columns if `interleaved`; otherwise, it is one column of each half.
+    A pair is two adjacent columns if `interleaved`; otherwise, it is one column of each half of the
+    rotated columns.
     """
     n, pairs = norm(x, scale), cos.shape[-1]
     columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
@@ -151,11 +152,11 @@ def linear_kl_divergence(
 def operands(
     shapes: Mapping[str, tuple[int, ...]], classes: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """Return a dict that maps names to random operands, given the operands' shapes.
+    """Return a dict that maps the names in `shapes` to random operands with these shapes.
 
-    All numbers are exact in bfloat16, and so in all dtypes that are checked. Scales are at least
+    All floats are exact in bfloat16, and so in all dtypes that are checked. Scales are at least
     0.5: near 0, gradients from the saved output are not accurate (see
-    :func:`jaxnorm.check_params`). `classes` is the number of classes of labels.
+    :func:`jaxnorm.check_params`). Labels are less than `classes`.
     """
     random = np.random.default_rng(seed)
     makers: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
@@ -163,8 +164,8 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
-        # If cos and sin were both 0, the rotation would have no inverse. So cos is at least 0.5.
-        # cos^2 + sin^2 is not 1 in general. This is a valid input, because YaRN scales its tables.
+        # A rotation with cos = sin = 0 has no inverse, so cos is at least 0.5. In general,
+        # cos^2 + sin^2 is not 1. This is a valid input, because YaRN scales its tables.
         "cos": lambda shape: random.uniform(0.5, 1, shape),
         "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),

@@ -16,7 +16,7 @@ from jaxnorm.tools.text import mib, short, table
 
 _NAME = "jaxnorm.remat_plan"
 # Limits of the printed plan: characters in a line, rows of arrays, points of the frontier, and
-# lines with names.
+# lines with `checkpoint_name`.
 _WIDTH, _ROWS, _POINTS, _NAMES = 100, 12, 8, 12
 _BY_HAND = (
     "the same by hand: jax.checkpoint(f, policy=policy), for a function or a loop's body, and"
@@ -40,7 +40,7 @@ class RematPlan:
     """The arrays that a function saves with `auto_remat`. `str` returns a summary.
 
     Attributes:
-      saved: groups of equal arrays, the largest first, as `MemoryReport.rows`.
+      saved: groups of similar arrays, the largest first, as in `MemoryReport.rows`.
       total: number of bytes of all saved arrays, without arguments.
       default: number of bytes that JAX saves without `auto_remat`.
       recompute: predicted time of recomputation, divided by the time of both passes.
@@ -73,7 +73,7 @@ class RematPlan:
         return "\n".join([*lines, *(f"  {mib(p.bytes)}: {p.recompute:.1%}" for p in some)])
 
     def _names(self) -> str:
-        """Return text with the code that saves the same arrays by hand, by `checkpoint_name`."""
+        """Return the code that saves the same arrays by hand, by `checkpoint_name`, as text."""
         if not self._lines:
             return ""
         names = ", ".join(f'"{line.name}"' for line in self._lines)
@@ -116,7 +116,7 @@ def remat_plan(
     static_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> RematPlan:
-    """Return what a function saves with `auto_remat`, without running it.
+    """Return the arrays that a function saves with `auto_remat`. The function is not run.
 
     Args:
       fun: the function to differentiate, as for ``jax.grad`` or ``jax.vjp``.
@@ -132,7 +132,8 @@ def remat_plan(
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: the budget is out of range; it is less than the least possible number of bytes.
+      ValueError: the budget is out of range, or less than the least possible number of bytes; an
+        index is not the index of an argument.
 
     Example:
       >>> import jax
@@ -178,7 +179,7 @@ def remat_plan(
 
 
 def _saved(derivative: Linearized, pricing: Pricing) -> Saved:
-    """Return the arrays that a region saves, except arrays that the regions inside it save."""
+    """Return the arrays that a region saves, except its inputs and results of scans."""
     simple = [e for e in derivative.known if not costs.contains(e, "scan")]
     made = {v for e in simple for v in e.outvars}
     chosen = [derivative.values[i] for i in pricing.cut(derivative.graph).saved]

@@ -19,7 +19,7 @@ from jaxnorm.remat.programs import variables
 from jaxnorm.tools import kept_arrays
 from jaxnorm.tools.text import short
 
-# Maximum number of characters of an expression.
+# Maximum number of characters of an expression in the printed code.
 _WIDTH = 45
 
 
@@ -53,7 +53,7 @@ class Saved(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """An expression in the user's code. Columns count bytes."""
+    """The place of an expression in the user's code. Columns are numbers of bytes."""
 
     file: str
     line: int
@@ -107,19 +107,19 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
 
 # Primitives whose result can be saved instead of their operand, and vice versa.
 _COPYING = {"reshape", "squeeze", "transpose"}
-# The derivatives of these primitives use the result itself, and not a copy with a name. Under a
-# policy of names, the result is therefore recomputed from the operand, so the operand is named.
+# The derivatives of these primitives use the result itself, and not a copy with a name. A policy
+# that saves named arrays therefore recomputes the result. So the operand is named instead.
 _USES_RESULT = {"exp", "exp2", "logistic", "rsqrt", "sqrt", "tanh"}
 
 
 class _Calls:
-    """For each equation of a program, the user's expressions in whose evaluation it runs."""
+    """Maps equations of a program to the expressions in whose evaluation they run."""
 
     def __init__(self, program: Saved) -> None:
         self._equations = program.equations
         chains = [*map(_chain, program.equations)]
         # Equations in jitted functions of libraries may have no place in the user's code. They get
-        # the expressions that the equations before and after them have in common.
+        # the expressions that the nearest equations with a place, before and after, have in common.
         places = [i for i, chain in enumerate(chains) if chain]
         for before, after in itertools.pairwise(places):
             around = _common([chains[before], chains[after]])
@@ -171,7 +171,7 @@ class _Calls:
         """Return the range of equations that run in one evaluation of an expression.
 
         The range is a pair of indices: the first equation, and the equation after the last one.
-        The expression has the index `level` in the chain of equation `i`, the innermost first.
+        The expression has the index `level` in the chain of equation `i`; see `_chain`.
         """
         outer = self._chains[i][level:]
         first, last = i, i + 1
@@ -184,9 +184,10 @@ class _Calls:
     def _values(self, i: int, level: int) -> list[Var]:
         """Return the value of an expression, from the evaluation in which equation `i` runs.
 
-        It is the only value that is used outside of the evaluation. If there are several, and
-        equations with the same place and primitive compute them, the expression was evaluated
-        several times in a row, and all values are returned. Otherwise, the result is empty.
+        The value of an expression is the only array that its evaluation computes and that is used
+        outside of it. If there are several, and equations with the same place and primitive compute
+        them, the expression was evaluated several times in a row, and all values are returned.
+        Otherwise, the result is empty.
         """
         first, last = self._evaluation(i, level)
         used = [
@@ -201,7 +202,7 @@ class _Calls:
 
 
 def _common(chains: Sequence[tuple[_Span, ...]]) -> tuple[_Span, ...]:
-    """Return the outermost expressions that several equations have in common."""
+    """Return the outermost expressions that several chains have in common; see `_chain`."""
     levels = zip(*(chain[::-1] for chain in chains))
     same = itertools.takewhile(lambda level: len({*level}) == 1, levels)
     return tuple(level[0] for level in same)[::-1]
@@ -228,13 +229,13 @@ def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def _targets(file: str) -> dict[_Span, str]:
-    """Return a dict that maps the expressions of a file to variables that they are assigned to.
+    """Return a dict that maps each expression of a file to the variable that it is assigned to.
 
     An expression that is not assigned to a variable is mapped to "".
     """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # such as a cell of a notebook with commands of the shell
+    except SyntaxError:  # such as a notebook cell with shell commands
         return {}
     found: dict[_Span, str] = {}
     for node in ast.walk(tree):

@@ -34,8 +34,8 @@ _IN_PROCESSES = {"cuda"}
 # not affect correctness.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
-# The shape of x for norms and softmaxes. All kernels support this number of rows. The size of a row
-# is a multiple of 16 bytes, and its length is not a power of two.
+# The shape of x for norms and softmaxes. All kernels support this number of rows. A row's size is a
+# multiple of 16 bytes, and its number of columns is not a power of two.
 _X = (2, 128, 1000)
 # The shape of x for norms with a rotation: (batch, length, heads, columns).
 _HEADS = (2, 64, 4, 128)
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """The formula in `references`. It has the name of the operation or of the function."""
+        """The formula in `references` that has the name of the operation or of the function."""
         name = self.function
         options = {n: value for n, value in self.options.items() if n != "implementation"}
         formula = getattr(references, FUNCTIONS[name].op if name in FUNCTIONS else name)
@@ -82,7 +82,8 @@ class Case:
 def _norm(function: str) -> tuple[Case, ...]:
     """Return the cases of a norm.
 
-    They have all operands that the norm supports, except the bias of RMSNorms, which is rare.
+    They have all operands that the norm supports, except the bias of an RMSNorm, which few models
+    use.
     """
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
@@ -332,18 +333,19 @@ def _expected(
 ) -> tuple[Any, Any]:
     """Return the results and gradients of both passes in float64, and bounds on their errors.
 
-    Rounding errors have the same effect as small random changes of the operands and cotangents, so
-    these are changed several times. The relative size u of a change is the unit roundoff of the
-    arrays that the computation stores, plus the roundoff of a float32 sum. (The rounding errors of
-    a sum add up like a random walk.) The bound for an element of a result is `_SAFETY` times a sum
-    of three terms: the root mean square of the element's changes; u times the element; and u times
-    the root mean square of the result, because terms may cancel in the element.
+    Rounding errors have the same effect as small random changes of the float operands and the
+    cotangents. So the float operands and cotangents are changed several times. The relative size u
+    of a change is the unit roundoff of the arrays that the computation stores, plus the roundoff of
+    a float32 sum. (The rounding errors of a sum add up like a random walk.) The bound for an
+    element of a result is `_SAFETY` times a sum of three terms: the root mean square of the
+    element's changes; u times the element; and u times the root mean square of the result, because
+    terms may cancel in the element.
     """
     both = jax.jit(passes(case.reference))
     constants = {name: given[name] for name in operands.constants}
     changed = {name: given[name] for name in operands.floats}, [*along.values()]
-    # The operands of a matmul are stored in `dtype`. Without a matmul, only results are stored. `u`
-    # depends on the dtype of the first one.
+    # The operands of a matmul are stored in `dtype`. Without a matmul, only results are stored, and
+    # `u` depends on the dtype of the first result.
     stored = dtype if "weight" in case.shapes else operands.cotangents[0].dtype
     terms = max(size for shape in case.shapes.values() for size in shape)
     u = _roundoff(stored) + math.sqrt(terms) * _roundoff("float32")
@@ -386,8 +388,8 @@ def _choices(program: Any) -> list[backends.Choice]:
 def _worst(computed: np.ndarray, value: np.ndarray, error: np.ndarray) -> float:
     """Return the largest ``error / bound`` of all elements of a result.
 
-    The bound is `error`, the error of the arithmetic, plus the rounding to the result's dtype. The
-    largest quotient is infinite if an element is unexpectedly not finite.
+    The bound is `error`, the error of the arithmetic, plus the rounding to the result's dtype. If
+    an element is not finite, but should be, or vice versa, the function returns infinity.
     """
     bound = error + _roundoff(computed.dtype) * np.abs(value)
     computed = np.asarray(computed).astype(np.float64).reshape(value.shape)

@@ -10,7 +10,7 @@ _WIDTH = 30
 def table(lines: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
     """Return lines of cells as an aligned table.
 
-    The columns with the indices in `left` are left-aligned, the others right-aligned.
+    Columns whose indices are in `left` are left-aligned, all other columns are right-aligned.
     """
     left = set(left)
     widths = [max(map(len, column)) for column in zip(*lines)]

@@ -1,11 +1,11 @@
 """Values of a part of a traced program, with which `memory_report` verifies its advice.
 
-A position is an index of the logits' axes, without the axis of the classes. `positions` finds the
-arrays that are computed from logits position by position. `Draw` evaluates such arrays for one
-position, in float64, with random numbers in place of the other inputs. Both return NumPy arrays
-with the shapes of the program's arrays. Along an axis on which such an array does not vary, one
-element is stored, with a stride of 0. In `positions`, these are the axes of the classes; in `Draw`,
-the axes of the positions.
+A position is an index into all axes of the logits except the axis of the classes. `positions` finds
+the arrays that are computed from logits position by position. `Draw` evaluates such arrays for one
+position, in float64, with random numbers in place of the other inputs. In both, a NumPy array of
+the same shape stands for an array of the program. Along some axes, this NumPy array does not vary,
+and stores one element, with a stride of 0. In `positions`, these are the axes of the classes; in
+`Draw`, the axes of the positions.
 """
 
 import contextlib
@@ -20,14 +20,17 @@ import numpy as np
 from jaxnorm.calls.call import Call
 from jaxnorm.tools.kept_arrays import NAMING, Program, Value, reached
 
-#: Maps an array to the positions of the logits from which its elements are computed.
+#: Maps an array of the program to an integer NumPy array of the same shape. For each element of the
+#: program's array, the NumPy array has the number of the position from whose logits the element is
+#: computed.
 type Rows = dict[Value, np.ndarray]
 
-# Numbers of the user's code and of its replacement agree if they differ by at most this, relative
-# to the largest number: literals in the program, such as a temperature, are rounded to float32.
+# The results of the user's code and of its replacement agree if their difference is at most this
+# fraction of the largest number. Small differences arise because literals in the program, such as a
+# temperature, are rounded to float32.
 _TOLERANCE = 4 * float(np.finfo(np.float32).eps)
 
-# Equations whose operands have more elements are not evaluated.
+# An equation is not evaluated if an operand has more elements than this.
 _LARGEST = 2**22
 
 # Random integers are less than this number, so that their exponentials are finite.
@@ -35,7 +38,7 @@ _LABELS = 8
 
 
 class Head(NamedTuple):
-    """A linear layer that computes logits: its matmul, and the axis of the classes."""
+    """A linear layer that computes logits: its matmul's result, and the axis of the classes."""
 
     logits: Value
     axis: int
@@ -57,7 +60,7 @@ class UnknownError(Exception):
     """The code has an operation that cannot be evaluated here, or that mixes positions."""
 
 
-# Errors of NumPy and JAX for operations that cannot be evaluated for smaller arrays.
+# Errors of NumPy and JAX for operations that cannot be evaluated on the stored elements alone.
 _ERRORS = (UnknownError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 
 
@@ -78,9 +81,9 @@ def stored(a: np.ndarray, whole: Collection[int] = ()) -> np.ndarray:
 
 
 def positions(program: Program, heads: Sequence[Head]) -> Rows:
-    """Return the positions of the arrays in which each position depends on its own logits only.
+    """Return the positions of all arrays that are computed from logits position by position.
 
-    The arrays include the logits of all heads, which have the same positions.
+    The result includes the logits of all heads. All these logits have the same positions.
     """
     rows: Rows = {}
     for head in heads:
@@ -99,7 +102,7 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
 
 
 def sums_classes(user: Value, rows: np.ndarray) -> bool:
-    """Return True if `user` is the sum of an array over its classes; `rows` has its positions."""
+    """Return True if `user` is the sum over classes of the array whose positions are `rows`."""
     of_classes = {i for i, n in enumerate(stored(rows).shape) if n == 1}
     return user.made_by == "reduce_sum" and of_classes <= {*user.equation.params["axes"]}
 
@@ -147,14 +150,14 @@ class Draw:
     """The values of a program's arrays at one position, for given logits.
 
     Arrays that do not depend on the logits are evaluated as far as possible. If this fails, because
-    the array is an argument, or because its operation mixes positions, the array is an input and
-    gets random values. All floats are float64.
+    the array is an argument, or because its operation mixes positions, the array is treated as an
+    input and gets random values. All floats are float64.
 
     Attributes:
       rows: the result of `positions`.
-      given: the logits, and other values that are given.
-      arrays: the values that are known so far.
-      drawn: a dict that maps inputs to their random values. Several draws may share it.
+      given: a dict that maps the logits, and perhaps other arrays, to their given values.
+      arrays: a dict that maps arrays to their values, as far as they are known.
+      drawn: a dict that maps inputs to their random values. Several draws may share this dict.
     """
 
     def __init__(
@@ -264,7 +267,7 @@ def _gathered(value: Value, a: np.ndarray, indices: np.ndarray, is_one: bool = F
 
 
 def _result(value: Value, arrays: Sequence[Any], **changes: Any) -> np.ndarray:
-    """Evaluate an equation for smaller arrays, in float64."""
+    """Return an equation's result, computed in float64 from stored elements of the operands."""
     if max(a.size for a in arrays) > _LARGEST:
         raise UnknownError(value.made_by)
     params = value.equation.params
@@ -296,7 +299,8 @@ _ELEMENTWISE = {
     "sinh", "sqrt", "square", "stack", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 
-# Parameters that name axes, and primitives that combine the elements along these axes.
+# `_AXES`: equation parameters that contain axes. `_ALONG`: primitives that combine or reorder the
+# elements along these axes.
 _AXES = {"axes", "axis", "dimension", "dimensions"}
 _ALONG = {
     "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",

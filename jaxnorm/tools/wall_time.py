@@ -28,7 +28,7 @@ _CALLS, _BATCHES = 20, 7
 _DTYPES = {"labels": "int32", "cos": "float32", "sin": "float32"}
 _ROWS, _COLS = (8192, 4096), (4096,)
 
-#: The calls that are timed. Their names are the keys of `jaxnorm_kernels.timings.TIMINGS`.
+#: The calls that are timed. `str` of a call is its key in `jaxnorm_kernels.timings.TIMINGS`.
 CALLS = (
     Case("softmax", {"x": _ROWS}),
     Case("log_softmax", {"x": _ROWS}),
@@ -56,7 +56,7 @@ def types_of(call: Case) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def report() -> str:
-    """Return a table that compares the times of jaxnorm's default and of plain JAX.
+    """Return a table that compares the times of jaxnorm's default with the times of plain JAX.
 
     A time includes the forward and the backward pass. If Triton runs a call by default, the last
     column has the speed-up that made Triton the default, as it was measured earlier.
@@ -84,7 +84,7 @@ def _default(call: Case) -> str:
 
 
 def _ready(call: Case) -> tuple[list[Passes], Operands]:
-    """Compile the two programs of a call by running them once. Return them and their operands.
+    """Compile the two programs of a call by running each once. Return the programs and operands.
 
     The first program uses jaxnorm's default implementation, the second one plain JAX.
     """
@@ -110,7 +110,7 @@ def _ready(call: Case) -> tuple[list[Passes], Operands]:
 def _times(programs: Sequence[Passes], operands: Operands) -> tuple[float, float]:
     """Return the times of two programs in seconds.
 
-    Each is a median over batches of runs; batches of the two programs alternate.
+    Each time is a median over batches of runs; batches of the two programs alternate.
     """
     batches = [[_batch(program, operands) for program in programs] for _ in range(_BATCHES)]
     ours, xla = (statistics.median(times) for times in zip(*batches))
