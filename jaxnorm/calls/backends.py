@@ -32,21 +32,21 @@ MODULES = {
 # Platforms that are not in this dict use xla.
 _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
 
-# For each kernel implementation, a function that returns True for the NVIDIA GPUs on which it is
-# the default. The argument is ten times the GPU's compute capability.
+# For each kernel implementation, a function that takes ten times the compute capability of an
+# NVIDIA GPU, and returns True if the implementation is the default there.
 _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
     "mosaic": lambda capability: capability in (90, 100),
     "triton": lambda capability: capability >= 80 and capability not in (90, 100),
 }
 
-# The words that error messages use for the three passes.
+# Maps a direction to the word that error messages use for the pass.
 _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 
-# The packages whose versions decide whether the kernels of an implementation can be lowered.
+# Maps an implementation to the packages on whose versions the lowering of its kernels depends.
 _PACKAGES = {"mosaic": ("jax", "jaxlib"), "triton": ("jax", "jaxlib", "jax-triton", "triton")}
 
-# `_failures` has the error text of each module that could not be imported. `_unlowered` has the
-# reason why a kernel could not be lowered, by implementation and call. `_warned` has the
+# `_failures` maps a module that could not be imported to the text of the error. `_unlowered` maps
+# an implementation and a call to the reason why the kernel could not be lowered. `_warned` has the
 # implementations for which a warning was already logged.
 _failures: dict[str, str] = {}
 _unlowered: dict[tuple[str, Spec], str] = {}
@@ -85,8 +85,8 @@ class Choice:
 def preferred() -> str | None:
     """Return the value of ``JAXNORM_IMPLEMENTATION``, the name of an implementation, or None.
 
-    The result is None if this environment variable is empty or not set. If it is set, the
-    implementation runs every call that it supports.
+    The result is None if this environment variable is empty or not set. The named implementation
+    runs all calls with ``implementation=None`` that it supports.
     """
     return _PREFERRED
 
@@ -96,7 +96,7 @@ def _candidates(platform: str) -> tuple[str, ...]:
 
     xla is tried after them and is not included. If the environment variable
     ``JAXNORM_IMPLEMENTATION`` is set to one of the platform's kernel implementations, the result
-    starts with this implementation, and omits those that usually precede it.
+    starts with this implementation, and omits the implementations that usually precede it.
     """
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
@@ -107,9 +107,9 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
 
     `as_seen_by` takes the name of an implementation, and returns the call's `Spec` for this
     implementation. (The spec includes the shapes of the arrays, which are reshaped differently for
-    different implementations.) If the environment variable ``JAXNORM_IMPLEMENTATION`` is set, its
-    implementation is tried first. It is chosen if it supports the call, even if it is not the
-    default for such a call.
+    different implementations.) If the environment variable ``JAXNORM_IMPLEMENTATION`` is set, the
+    implementation that it names is tried first. This implementation is chosen if it supports the
+    call, even if it is not the default for such a call.
     """
     if _PREFERRED == "xla":
         return Choice("xla", f"asked for by {VARIABLE}")
@@ -223,7 +223,7 @@ def refuse(
 
 
 def check_platforms(function: str, name: str, platforms: Sequence[str]) -> None:
-    """Raise ValueError if the implementation `name` does not exist for one of the platforms.
+    """Raise ValueError if the implementation `name` cannot run on one of the platforms.
 
     `name` is the implementation that the user requested. `platforms` are the platforms for which
     the program is lowered.
@@ -246,7 +246,7 @@ def importable(platform: str) -> tuple[str, ...]:
 def absence(name: str, platform: str) -> str | None:
     """Return the reason why the implementation `name` never runs on a platform by default.
 
-    The result is None if it may run there.
+    The result is None if this implementation may run there.
     """
     if name == "xla":
         return None
@@ -264,8 +264,8 @@ def implementation(name: str) -> Implementation:
     """Import and return the implementation `name`.
 
     If the import fails because a package is missing or has changed, ImportError is raised. Such an
-    import is not repeated: later calls raise the same error. If it fails because of a bug of
-    jaxnorm, RuntimeError is raised, which no caller treats as a missing package.
+    import is not repeated: later calls raise the same error. If the import fails because of a bug
+    of jaxnorm, RuntimeError is raised, which no caller treats as a missing package.
     """
     path = MODULES[name]
     if path in _failures:
@@ -288,9 +288,9 @@ def _is_own_bug(error: Exception, path: str) -> bool:
     """Return True if the import of the module `path` failed because of a bug of jaxnorm.
 
     The import may also fail because a package is missing, or because JAX's private API has changed.
-    A missing name or module of jaxnorm is a bug, except that the module `path` itself may be
-    missing. Any other error that jaxnorm's code raises is a bug if jaxnorm was tested with this
-    version of JAX. With an untested version, the cause may be a change in JAX.
+    A missing name or module of jaxnorm is a bug, but the module `path` itself may be missing. Any
+    other error that jaxnorm's code raises is a bug if jaxnorm was tested with this version of JAX.
+    With an untested version, the cause may be a change in JAX.
     """
     if isinstance(error, ImportError):
         place = error.name if error.name != path else None

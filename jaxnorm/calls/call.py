@@ -35,8 +35,8 @@ _once = functools.lru_cache(maxsize=4096)
 # to them. An equal call that is created later must be the same object.
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], "Call"] = weakref.WeakValueDictionary()
 
-# Maps options to the names that printed jaxprs show. `saved` is always shown, every other option
-# only if it differs from its default.
+# Maps options to the names that printed jaxprs show. `saved` is always shown; any other option is
+# shown only if it differs from its default.
 _SHOWN = {
     "saved": "save",
     "activation": "activation",
@@ -137,10 +137,10 @@ class Call:
     def without_unused(self, used: Sequence[bool]) -> "Call":
         """Return a pass that does not compute unused results, as far as possible.
 
-        `used` has a bool for each result. If a forward pass returns both y and the sum h, and only
-        one of them is used, the new pass returns only this result. The gradients of rotary tables
-        are left out of a backward pass if they are unused, because no kernel computes them. All
-        other results are computed even if they are unused.
+        `used` has a bool for each result. If a forward pass returns both y and the sum h, the new
+        pass omits an unused h. It omits an unused y only if no row statistics are used. The
+        gradients of rotary tables are left out of a backward pass if they are unused, because no
+        kernel computes them. All other results are computed even if they are unused.
         """
         spec = self.spec
         if spec.returns_tables:
@@ -153,7 +153,7 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """Return the call of the norm of x that precedes the addition of the residual."""
+        """Return the call of the first norm, whose result is added to the residual."""
         return self.replaced(spec=self.spec.first)
 
     @_once
@@ -162,13 +162,13 @@ class Call:
 
         The pass takes tangents of the operands in `wrt`. If this call is a forward pass, the
         tangent pass returns the tangents of all results. If this call is a backward pass, the
-        tangent pass is its transpose: it returns the tangents of the results whose cotangents the
-        backward pass takes.
+        tangent pass is its transpose: it returns one tangent for each cotangent that the backward
+        pass takes.
 
         If `takes_h` is True, x counts as a second result, named h. The tangent pass then also
         returns x's tangent. Its transpose, the backward pass, takes one more cotangent, named h,
-        and adds it to the gradient of x. This is for norms without a residual addition whose x is
-        also used elsewhere, such as in a residual branch. The cotangent h comes from that use.
+        and adds it to the gradient of x. This is for a norm without a residual addition, if its x
+        is also used elsewhere, such as in a residual branch. The cotangent h comes from that use.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -216,10 +216,10 @@ class Call:
         """Run this call, a result of `with_gradient`, as a forward and a backward pass.
 
         ``bind(call, *arrays)`` runs a pass. Unlike all other functions, this one binds primitives
-        during lowering. Only then is the platform known, and whether one kernel runs both passes.
-        On an H100, two kernels take 0.47 ms for 4096 rows of 50264 logits, and one kernel takes
-        0.38 ms. In GPT-2 small's linear loss (768 features), the three matmuls take at least
-        0.96 ms, so two kernels make the loss 5 to 7 % slower than one.
+        during lowering. Only then is it known on which platform the call runs, and whether one
+        kernel runs both passes. On an H100, two kernels take 0.47 ms for 4096 rows of 50264 logits,
+        and one kernel takes 0.38 ms. In GPT-2 small's linear loss (768 features), the three matmuls
+        take at least 0.96 ms, so two kernels make the loss 5 to 7 % slower than one.
         """
         count = len(self.primals)
         forward = self.replaced(wrt=(), gradient_dtype=None).with_stats()
@@ -252,18 +252,18 @@ class Call:
         return self.replaced(view=view, options=_of_view(self.spec.options, view), **sizes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
-        """Cast a parameter to the arithmetic dtype; return the changed call and the parameter.
+        """Cast a parameter to the arithmetic dtype; return the new call and the cast parameter.
 
-        The returned call describes the cast parameter. Callers use this method before they
-        broadcast a parameter to groups of rows. The gradient of each group then has the arithmetic
-        dtype. The caller sums these gradients, and rounds only the sum to the parameter's dtype.
+        The new call describes the cast parameter. Callers use this method before they broadcast a
+        parameter to groups of rows. The gradients of the groups then have the arithmetic dtype, and
+        only their sum is rounded to the parameter's dtype.
         """
         dtype = max(parameter.dtype, self.spec.compute_dtype, key=lambda dtype: dtype.itemsize)
         return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
     @_once
     def replaced(self, **changes: Any) -> "Call":
-        """Return the call with some fields changed. These are fields of the call or of its spec."""
+        """Return the call with `changes`: new values of fields of the call or of its spec."""
         fields = {
             f.name: changes.pop(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)
         }
@@ -287,7 +287,7 @@ class Call:
     def residual_names(self) -> tuple[str, ...]:
         """Names of the residuals that the tangent and backward passes take, in order.
 
-        The residual named ``saved`` is the operand or result that the derivative is computed from,
+        The residual named ``saved`` is the operand or result from which the derivative is computed,
         such as y or x.
         """
         operation = self.spec.operation
@@ -296,11 +296,11 @@ class Call:
 
     @functools.cached_property
     def _in_place(self) -> frozenset[str]:
-        """Names of the operands and results that a kernel can use without a copy.
+        """Names of the operands and results that need not be copied for a kernel.
 
         A kernel requires aligned arrays. An array may be a slice of another array and therefore
-        unaligned, so jaxnorm copies most arrays. It need not copy two kinds of arrays, because they
-        are aligned without its copy:
+        unaligned, so jaxnorm copies most arrays. Two kinds of arrays are aligned without such a
+        copy:
 
         - Residuals that the forward pass computes for the backward pass. A loop over layers may
           stack them, so that the kernel gets a slice of the stack. If such a slice is not aligned,
@@ -401,8 +401,8 @@ class Call:
             return in_rows
         # A parameter that is `scattered` cannot be reshaped for arrays (rows, cols). Return the
         # strided spec in this case, even if the implementation does not support it. The
-        # implementation then refuses the call, and its error message says why it does not support
-        # the strided spec.
+        # implementation then refuses the call with a message that says why it does not support the
+        # strided spec.
         is_scattered = in_rows.is_norm and in_rows.norm.scattered
         return strided if is_scattered or takes_inner(strided) else in_rows
 
@@ -493,7 +493,8 @@ class Call:
         """Return the arrays, each in a buffer that is not part of another array's buffer.
 
         A kernel needs aligned arrays, and a slice of another array may be unaligned. Arrays in
-        `_in_place` are returned unchanged. So are all arrays for xla, which needs no alignment.
+        `_in_place` are returned unchanged. All arrays for xla are also returned unchanged, because
+        xla needs no alignment.
         """
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]

@@ -1,10 +1,10 @@
-"""All imports of JAX's private modules in this package; tested with jax 0.11.2 and 0.12.0.1.
+"""All imports of JAX's private modules in jaxnorm; tested with jax 0.11.2 and 0.12.0.1.
 
 Each function's docstring says what happens if JAX lacks the API. Results and gradients are correct
 even then.
 
-Other modules use attributes that JAX does not document, of objects that JAX passes to them. If a
-version of JAX lacks one of them, the calls that need it raise AttributeError:
+Other modules of jaxnorm use undocumented attributes of objects that JAX passes to them. If a
+version of JAX lacks one of these attributes, the calls that need it raise AttributeError:
 
 - `axis_context` and `lowering_parameters.for_export` of a lowering rule's `module_context`
 - `to_concrete_value` of a tracer
@@ -52,11 +52,12 @@ def check_floats(primitive: Primitive) -> None:
 
 @contextlib.contextmanager
 def without_unfinished_functions(ctx: Any) -> Iterator[None]:
-    """If lowering raises an error in this context, remove the functions that it has not finished.
+    """If lowering raises an error in this context, remove the functions that are not finished.
 
-    JAX lowers an inner `jax.jit` to a function of the MLIR module. If an error interrupts this, the
-    function has no return operation, and the module is invalid. `ctx` is the context of a lowering
-    rule. If it has no table of symbols, nothing is removed, and JAX raises an error for the module.
+    JAX lowers an inner `jax.jit` to a function of the MLIR module. If an error interrupts the
+    lowering, the function has no return operation, and the module is invalid. `ctx` is the context
+    of a lowering rule. If it has no table of symbols, nothing is removed, and JAX raises an error
+    for the module.
     """
     symbols = getattr(ctx.module_context, "symbol_table", None)
 
@@ -81,8 +82,8 @@ def accumulators() -> Any:
     """Return JAX's autodiff module if transpose rules can receive gradient accumulators, else None.
 
     With accumulators, the backward kernel of a norm can add the cotangent of the residual branch to
-    x's gradient. Without accumulators, JAX adds it after the kernel, in a separate pass over
-    memory.
+    x's gradient. Without accumulators, JAX adds this cotangent after the kernel, in a separate pass
+    over memory.
     """
     with contextlib.suppress(ImportError):
         from jax._src.interpreters import ad
@@ -97,8 +98,8 @@ def batch_custom_vjps() -> None:
 
     The linearised form is the primitive `custom_lin`. JAX usually batches such a function first,
     and linearises it afterwards. So JAX's batching rule of `custom_lin` only raises an error. But
-    `jax.grad` of a `jax.vmap` of `auto_remat` batches the linearised form. If JAX lacks an API that
-    the rule here needs, JAX's error remains (``can't apply forward-mode autodiff``).
+    in `jax.grad` of `jax.vmap` of `auto_remat`, the linearised form is batched. If JAX lacks an API
+    that jaxnorm's rule needs, JAX's error remains (``can't apply forward-mode autodiff``).
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import core

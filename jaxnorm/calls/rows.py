@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxnorm_kernels.operations import PARAMETERS, Kind
 from jaxnorm_kernels.specs import Shared
 
-#: The kinds of operands that have as many axes as x, with size 1 where they are broadcast.
+#: The kinds of operands that have all axes of x, with size 1 where they are broadcast.
 BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
 
 # The kinds of operands whose shapes do not follow from x's shape. `RowView` has a field for each
@@ -40,8 +40,8 @@ class RowView:
       axes: the normalised axes, sorted and not negative.
       scale, bias, branch_scale: shapes of the parameters. The last axes of a parameter are the
         normalised axes, with the same sizes as in x, or with size 1 where the parameter is
-        broadcast. A parameter may have further axes in front of them, so that different rows of x
-        use different values. These axes broadcast, right-aligned, to the axes of x that are not
+        broadcast. A parameter may have more axes in front of these, so that different rows of x use
+        different values. The axes in front broadcast, right-aligned, to the axes of x that are not
         normalised. `()` means that a parameter has the normalised axes only, with their sizes in x.
       logits_bias, mask: shapes of a softmax's bias and of its mask. They have all axes of x, with
         size 1 where they are broadcast. If the call has no bias, or no mask, its shape is `()`.
@@ -151,9 +151,9 @@ class RowView:
     def scattered(self) -> bool:
         """True if a parameter cannot be reshaped to ``(groups, cols)``, as kernels need it.
 
-        That shape has one row for each group of adjacent rows of x. It is impossible if the rows
-        that share a value are not adjacent, or if the parameter is broadcast along a normalised
-        axis.
+        The array ``(groups, cols)`` has one row for each group of adjacent rows of x. There is no
+        such array if the rows that share a value are not adjacent, or if the parameter is broadcast
+        along a normalised axis.
         """
         return any(self._groups(kind) is None for kind in PARAMETERS)
 

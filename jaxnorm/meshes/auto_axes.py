@@ -49,9 +49,9 @@ def can_partition(axes: Any) -> bool:
     `axes` is the axis context of the lowering. The devices and the mesh must be known, and the mesh
     must have no Explicit axes.
 
-    Therefore, the rule is also not used inside `jax.sharding.auto_axes`. There, the axes are Auto
-    for a part of a program, but the mesh still has Explicit axes. The rule would fail: when JAX
-    lowers the code of one shard, it treats the axes as Explicit.
+    The last condition also excludes the inside of `jax.sharding.auto_axes`, where the mesh still
+    has Explicit axes. The rule would fail there: when JAX lowers the code of one shard, it does not
+    treat these axes as Auto.
     """
     return (
         isinstance(axes, mlir.ShardingContext)
@@ -108,15 +108,15 @@ def partitioned(
 
 
 def _digest(static: Any) -> str:
-    """Return a hash of a call and of everything else that determines the code of one shard.
+    """Return a hash of a call and of everything else on which the code of one shard depends.
 
     The lowered program calls a function, but does not contain the code that this function runs on a
     shard. The hash is part of the function's name, so that JAX's persistent compilation cache can
     distinguish programs whose code for a shard differs.
     """
     kernels = backends.importable(backends.local_platform())
-    # Triton compiles its kernels outside XLA, so JAX's cache keys do not include its version. They
-    # include the versions of the other compilers.
+    # Triton compiles its kernels outside XLA, so JAX's cache keys do not include Triton's version.
+    # The keys include the versions of the other compilers.
     compilers = [sys.modules[name].__version__ for name in _COMPILERS if "triton" in kernels]
     decides = (
         *(static, jax.__version__, jax.config.jax_enable_x64, _sources()),

@@ -43,7 +43,7 @@ class Factors(NamedTuple):
 
     Attributes:
       operands, results: for each array, the names of its axes, separated by blanks.
-      whole: names of the axes that must not be sharded. Shardy gathers arrays along these axes.
+      whole: names of the array axes that must not be sharded. Shardy gathers arrays along them.
     """
 
     operands: list[str]
@@ -57,7 +57,7 @@ class Layout:
 
     Attributes:
       view: the `RowView` of the unsharded arrays.
-      mesh_axes: for each axis of x, the names of the mesh axes over which it is sharded.
+      mesh_axes: for each axis of x, a tuple of the names of the mesh axes that shard it.
     """
 
     view: RowView
@@ -116,7 +116,7 @@ class Layout:
         """Return the mesh axes over which the query axis of a causal softmax is sharded.
 
         Each device needs its position along these mesh axes, to compute its part of the causal
-        mask. For a call that is not a causal softmax, the result is empty.
+        mask. If the call is not a causal softmax, the result is empty.
         """
         return self.mesh_axes[-2] if call.spec.is_causal else ()
 
@@ -188,9 +188,9 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
 
     operands = factors(call.kinds_taken, [a.shape for a in arrays], "p")
     results = factors(call.kinds_returned, [*map(call.view.shape_of, call.kinds_returned)], "g")
-    # Find the names of the axes that must not be sharded. With a rotation, x's columns are among
-    # them, because each device needs both columns of a pair. Shardy requires these names in the
-    # order in which they occur in the rule.
+    # Find the names of the axes that must not be sharded. With a rotation, these include the names
+    # of x's columns, because each device needs both columns of a pair. Shardy requires these names
+    # in the order in which they occur in the rule.
     of_pairs = {f"x{axis}" for axis in call.view.axes} if call.view.table else set()
     names = dict.fromkeys(" ".join(operands).split())
     whole = [name for name in names if name.startswith("p") or name in of_pairs]
@@ -291,8 +291,8 @@ def map_batch(
       dims: for each array, its batch axis; None for an array that all batch elements share.
 
     Returns:
-      The results, whose batch axis is axis 0. If the batch is sharded over Explicit mesh axes, each
-      device loops over its shard of the batch.
+      The results, with the batch axis in front. If the batch is sharded over Explicit mesh axes,
+      each device loops over its shard of the batch.
     """
     batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
     shared = {i: arrays[i] for i, d in enumerate(dims) if d is None}
@@ -326,7 +326,7 @@ def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iter
 
 
 def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshard `a` to the sharding of `like`, which has the same shape."""
+    """Reshard `a` to the sharding of `like`, an array of the same shape."""
     sharding = jax.typeof(like).sharding
     differs = not sharding.mesh.empty and jax.typeof(a).sharding.spec != sharding.spec
     return reshard(a, sharding.mesh, sharding.spec) if differs else a
@@ -355,8 +355,8 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Cast arrays inside `jax.shard_map` so that all vary over the same Manual mesh axes.
 
     Rows differ between devices, while a parameter has the same value on all devices.
-    `jax.lax.pcast` gives the parameter the type of an array that varies. The transpose of this cast
-    sums over the mesh axes, so that the parameter's gradient is also the same on all devices.
+    `jax.lax.pcast` casts the parameter to the type of an array that varies. The transpose of this
+    cast sums over the mesh axes, so the parameter's gradient has the same value on all devices.
     """
     if len(arrays) == 1:
         return arrays
@@ -372,9 +372,9 @@ def evaluated(program: ClosedJaxpr, *arrays: jax.Array) -> list[jax.Array]:
     """Evaluate a program that was traced outside of the `jax.shard_map` in which it may run.
 
     Inside `jax.shard_map`, all operands of an equation must vary over the same mesh axes, so they
-    are cast. The equations of an inner `jax.jit` are evaluated inline, because its types do not
-    include these mesh axes. Shardings in the parameters of equations come from arrays that the
-    traced function closes over. They are dropped, because a shard has no sharding.
+    are cast. The equations of an inner `jax.jit` are evaluated inline, because the types in it do
+    not include these mesh axes. Shardings in the parameters of equations come from arrays that the
+    traced function closes over. These shardings are dropped, because a shard has no sharding.
     """
     jaxpr = program.jaxpr
     values: dict[Any, Any] = dict(
@@ -406,7 +406,7 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     """Return the mesh of arrays with these types, or None if the mesh has no Explicit axes.
 
     The types of sharded and of replicated arrays include a mesh. The type of an array that is not
-    committed to a device does not. If no type includes a mesh, the result is the mesh that
+    committed to a device includes no mesh. If this is so for all types, the result is the mesh that
     `jax.set_mesh` has set.
     """
     mesh = mesh_of(avals)

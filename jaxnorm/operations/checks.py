@@ -43,9 +43,9 @@ class _Kind(NamedTuple):
     """The arrays that an argument accepts.
 
     Attributes:
-      has: returns True for the dtypes that are accepted.
-      expected: a text that describes these dtypes, for errors.
-      numbers: a text that describes the elements, for errors.
+      has: function that takes a dtype, and returns True if the dtype is accepted.
+      expected: a text that describes the accepted dtypes, for errors.
+      numbers: a text that describes the accepted elements, for errors.
       cast: name of an accepted dtype, to which an error suggests a cast.
       lists: True if lists of numbers are accepted.
     """
@@ -105,8 +105,8 @@ def _array(function: str, name: str, value: Any, kind: _Kind, also: str = "") ->
     """Convert `value` to an array of the kind `kind`.
 
     Raise TypeError if JAX cannot convert it, or if its dtype is wrong. Raise ValueError if it has
-    an integer that is too large for JAX. `also` is a text that is appended to the error about an
-    array of floats: a second way to fix it.
+    an integer that is too large for JAX. If `value` is an array of floats, the text `also` is
+    appended to the error: it suggests a second fix.
     """
     if isinstance(value, jax.Array) and kind.has(value.dtype):
         return value
@@ -121,8 +121,8 @@ def _array(function: str, name: str, value: Any, kind: _Kind, also: str = "") ->
         cause = error
     is_integer = isinstance(value, int)
     if cause is not None and (is_integer or isinstance(cause, OverflowError)):
-        # Do not show JAX's own message for an integer, because it has every digit of the integer.
-        # If there are thousands of digits, Python even refuses to convert them to text.
+        # Do not show JAX's own message: it has every digit of the integer, and Python even refuses
+        # to convert thousands of digits to text.
         raise ValueError(
             f"{function}: {name} has an integer that JAX's integers do not hold: "
             f"{_shown(value) if is_integer else cause}; expected {kind.numbers}"
@@ -141,8 +141,8 @@ def _conversion(name: str, value: Any, dtype: str) -> str:
     """Return a text that says how to convert `value` to an array of dtype `dtype`, for an error.
 
     The text is "" if no conversion works without a warning. (A conversion of complex numbers warns,
-    because it drops the imaginary parts.) Conversions are tried with float32 instead of `dtype`,
-    because a conversion to bool works for any value.
+    because it drops the imaginary parts.) Each conversion is tried with float32 in place of
+    `dtype`: `dtype` may be bool, and a conversion to bool works for any value.
     """
     for text, convert in (
         (f"{name}.astype(jnp.{dtype})", lambda: value.astype(np.float32)),
@@ -201,9 +201,9 @@ def product_dtype(x: np.dtype, weight: np.dtype) -> np.dtype:
 
 
 def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
-    """Return the dtype in which a function of arrays with these dtypes computes.
+    """Return the dtype of a function's arithmetic; `dtypes` are the dtypes of its arrays.
 
-    It is float64 if one of the dtypes is float64. Otherwise it is float32.
+    The result is float64 if one of the arrays is float64, and otherwise float32.
     """
     return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
@@ -211,8 +211,7 @@ def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
     """Convert the argument ``axis`` to a sorted tuple of non-negative axes; None means all axes.
 
-    `shape` is the shape of the array whose axes these are. `of` is the name of this array in
-    errors.
+    `shape` is the shape of the array to which ``axis`` refers. `of` is this array's name in errors.
     """
     return tuple(sorted(axes_in_order(function, axis, shape, of)))
 
@@ -222,7 +221,7 @@ def axes_in_order(
 ) -> tuple[int, ...]:
     """Convert the argument ``axis`` to a tuple of non-negative axes, in the order given.
 
-    None means all axes. `shape` and `of` are the same as for `axes`.
+    None means all axes. The function `axes` describes the arguments.
     """
     ndim = len(shape)
     if axis is None:
@@ -257,9 +256,9 @@ def axes_in_order(
 def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
     """Raise ValueError unless a parameter's shape fits x.
 
-    The parameter must have at least as many axes as x has normalised axes. It must broadcast to the
-    shape that x has after its normalised axes are moved to the end. `shape` is the parameter's
-    shape, and `view` describes x.
+    The parameter must have an axis for each normalised axis of x, and may have other axes before
+    these. It must broadcast to x's shape with the normalised axes moved to the end. `shape` is the
+    parameter's shape, and `view` describes x.
     """
     expected = [view.shape[axis] for axis in view.others + view.axes]
     covered = tuple(expected[len(expected) - len(shape) :])
@@ -284,8 +283,8 @@ def same_shape(
 ) -> None:
     """Raise ValueError unless an array has the shape `expected`.
 
-    In the error, the text `why` describes the expected shape. `also` is a suggestion for arrays
-    that can be neither broadcast nor reshaped to it.
+    In the error, the text `why` describes the expected shape. The text `also` suggests a fix for an
+    array that can be neither broadcast nor reshaped to this shape.
     """
     if shape == expected:
         return
@@ -299,7 +298,7 @@ def same_shape(
 
 
 def reshaping(name: str, shape: tuple[int, ...], *targets: tuple[int, ...]) -> str:
-    """Return a text that says how to reshape an array so that it fits a shape, for an error.
+    """Return a text for an error: how to reshape an array so that it broadcasts to a shape.
 
     `shape` is the array's shape. The reshaped array must broadcast to one of the shapes `targets`
     without new axes. If inserting and removing axes of size 1 is not enough, the text is "".
@@ -315,7 +314,7 @@ def reshaping(name: str, shape: tuple[int, ...], *targets: tuple[int, ...]) -> s
 
 
 def _array_named(name: str) -> str:
-    """Return code for an error: the argument `name`, converted to an array if it may be a list."""
+    """Return code for an error: the argument `name`, as an array if the user may pass a list."""
     return f"jnp.asarray({name})" if name in ("labels", "where") else name
 
 
@@ -344,8 +343,8 @@ def weight(
     """Raise ValueError unless a weight's shape fits the first operand of the matmul.
 
     `shape` is the weight's shape. `x_shape` is the shape of the first operand, and `of` is its name
-    in the error. `also` is a text that is appended to the error: a second way to fix it. If
-    `classes` is True, the columns of the weight are classes, and there must be at least one.
+    in the error. The text `also` is appended to the error: it suggests a second fix. If `classes`
+    is True, the columns of the weight are classes, and there must be at least one.
     """
     features, least = x_shape[-1], int(classes)
     if len(shape) == 2 and shape[0] == features and shape[1] >= least:
@@ -364,9 +363,9 @@ def weight(
 
 
 def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """Convert the mask `where` to a boolean array with as many axes as x.
+    """Convert the mask `where` to a boolean array with the same number of axes as x.
 
-    `shape` is x's shape. Raise ValueError if the mask does not broadcast to it.
+    `shape` is x's shape. Raise ValueError if the mask does not broadcast to this shape.
     """
     also = ", or add an additive mask to x with bias="
     return broadcastable(function, "where", boolean(function, "where", where, also), shape)
@@ -375,7 +374,7 @@ def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
     """Convert `value` to an array; raise TypeError unless it is boolean.
 
-    `also` is a text that is appended to the error about floats: a second way to fix it.
+    If `value` has floats, the text `also` is appended to the error: it suggests a second fix.
     """
     return _array(function, name, value, _BOOLEAN, also)
 
@@ -419,11 +418,11 @@ def not_one_hot(
 
 
 def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> None:
-    """Raise ValueError if a position has as many labels as there are classes, or more.
+    """Raise ValueError unless each position has fewer labels than there are classes.
 
-    Such labels are probably one-hot labels. `labels` is the shape of the labels. The size of its
-    last axis is the number of labels of each position. Symbolic sizes (`jax.export`), which cannot
-    be compared, are accepted.
+    Labels that break this rule are probably one-hot labels. `labels` is the shape of the labels.
+    The size of its last axis is the number of labels of each position. Symbolic sizes
+    (`jax.export`), which cannot be compared, are accepted.
     """
     are_numbers = isinstance(labels[-1], int) and isinstance(classes, int)
     if are_numbers and labels[-1] >= classes:
@@ -437,8 +436,8 @@ def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> 
 def _in_32_bits(value: np.ndarray | np.generic) -> np.ndarray | np.generic:
     """Clip 64-bit labels to the range from -1 to the largest 32-bit integer.
 
-    If 64-bit types are disabled, JAX converts labels to 32 bits. Without the clip, an integer that
-    is too large for 32 bits would wrap around, and could become a valid label.
+    If 64-bit types are disabled, JAX converts labels to 32 bits. An integer that is too large then
+    wraps around, and may become a valid label. The clip prevents this.
     """
     if value.dtype.name not in ("int64", "uint64") or isinstance(value, np.ma.MaskedArray):
         return value
@@ -448,7 +447,7 @@ def _in_32_bits(value: np.ndarray | np.generic) -> np.ndarray | np.generic:
 def broadcastable(
     function: str, name: str, array: jax.Array, shape: tuple[int, ...], of: str = "x's"
 ) -> jax.Array:
-    """Prepend axes of size 1 to `array`, so that it has as many axes as `shape`.
+    """Prepend axes of size 1 to `array`, until it has one axis for each size in `shape`.
 
     Raise ValueError if the array does not broadcast to `shape`. In the error, `of` says whose shape
     `shape` is, such as "x's".
@@ -530,8 +529,8 @@ def finite_in(
 ) -> None:
     """Raise ValueError unless all numbers are finite after a cast to `dtype`.
 
-    If `underflow` is False, also raise it for a nonzero number that the cast rounds to 0. `dtype`
-    is the dtype of the arithmetic. `numbers` maps the names of options to their values.
+    If `underflow` is False, also raise ValueError for a nonzero number that the cast rounds to 0.
+    `dtype` is the dtype of the arithmetic. `numbers` maps the names of options to their values.
     """
     for name, value in numbers.items():
         with np.errstate(over="ignore", under="ignore"):
@@ -586,7 +585,7 @@ def _refuse_traced(function: str, name: str, value: object, kind: str) -> None:
 def _index(value: int) -> int:
     """Convert `value` to a Python integer; raise TypeError unless it is an integer.
 
-    A boolean also raises TypeError, although Python accepts booleans as indices.
+    A boolean raises TypeError too, although Python accepts booleans as indices.
     """
     if _is_boolean(value):
         raise TypeError("a boolean is no index")
@@ -620,7 +619,7 @@ def one_of(function: str, name: str, value: str | None, valid: Sequence[str | No
 def implementation(function: str, name: str | None) -> None:
     """Raise ValueError unless `name` is None or the name of an implementation.
 
-    Also raise it if the implementation cannot be imported.
+    Also raise ValueError if the implementation cannot be imported.
     """
     if name is None:
         return

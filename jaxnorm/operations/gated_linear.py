@@ -8,8 +8,8 @@ They compute an elementwise function and the linear layer after it::
 
 In activation_linear, the first step is ``h = activation(x)``, and x is saved.
 
-`recomputation.recomputed` treats both steps as one function, so h is not saved. The backward pass
-recomputes h in the same pass over memory that computes the gradients of gate and up.
+`recomputation.recomputed` treats both steps as one function, so h is not saved. In the backward
+pass, one fused loop recomputes h and computes the gradients of gate and up.
 """
 
 import functools
@@ -67,11 +67,11 @@ def gated_linear(
     activation needs. No matmul runs twice.
 
     The elementwise arithmetic is float32 (float64 if ``gate`` or ``up`` is float64). h is rounded
-    once, to the promoted dtype of ``gate`` and ``up``. The matmul casts h and ``weight`` to their
-    promoted dtype, or to ``dtype`` if ``dtype`` has fewer bits. If ``dtype`` has more bits, it is
-    only the dtype of y. The sums of the matmul are float32 (float64 if the matmul or the output is
-    float64). ``bias`` is added before the sums are rounded. The backward pass of a 16-bit matmul
-    uses 16-bit matmuls.
+    once, to the promoted dtype of ``gate`` and ``up``. Before the matmul, h and ``weight`` are cast
+    to the dtype to which they promote, or to ``dtype`` if ``dtype`` has fewer bits. If ``dtype``
+    has more bits, it is only the dtype of y. The sums of the matmul are float32 (float64 if the
+    matmul's operands or the output are float64). ``bias`` is added before the sums are rounded. The
+    backward pass of a 16-bit matmul uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
@@ -141,7 +141,7 @@ def activation_linear(
     product: Product | None = None,
     out_sharding: Sharding | None = None,
 ) -> jax.Array:
-    r"""Second half of an MLP without a gate: an activation and the linear layer after it.
+    r"""The second half of an MLP that has no gate: an activation and the linear layer after it.
 
     .. math::
       y = \mathrm{activation}(x) \, \mathrm{weight} + \mathrm{bias}
@@ -211,8 +211,8 @@ def _linear_of(
         # separate pass over memory.
         #
         # If the axis f is sharded, the matmul computes partial sums on each device, and an
-        # all-reduce adds them. As in plain JAX, the partial sums are rounded before the all-reduce.
-        # In float32, they would have twice the bytes of 16-bit numbers.
+        # all-reduce adds them. As in plain JAX, the partial sums are rounded before the all-reduce:
+        # float32 sums have twice the bytes of 16-bit sums.
         is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
         is_alone = is_split or (y_dtype == product_dtype and not biases)
         precision = jax.config.jax_default_matmul_precision
@@ -234,7 +234,7 @@ def _linear_of(
 
 
 def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:
-    """Return the elementwise function that is applied to the arrays before the matmul.
+    """Return the elementwise function of the arrays, whose result is the matmul's first operand.
 
     It computes ``activation(gate) * up`` for gated_linear, and ``activation(x)`` for
     activation_linear. Its result has the arithmetic dtype: float32 or float64.

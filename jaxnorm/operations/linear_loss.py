@@ -1,7 +1,7 @@
 """Cross-entropy, log-probability and divergence of a linear layer, without storing all logits.
 
-The module `linear_loss_any` computes any other loss. All of these functions share `layer_of`, which
-checks the operands of the matmul, and `bound`, which binds the primitives.
+The module `linear_loss_any` computes any other loss. The public functions of both modules share
+`layer_of`, which checks the operands of the matmul, and `bound`, which binds the primitives.
 """
 
 from typing import Any, get_args
@@ -51,9 +51,9 @@ def linear_softmax_cross_entropy(
 
     The logits are ``x @ weight + bias``. Only the logits of one chunk of rows are in memory at a
     time. The result is the mean, the sum or the array of the losses that
-    :func:`softmax_cross_entropy_with_integer_labels` computes. By default, the function returns the
-    mean; masks and weights go into ``where``, because a mask that multiplies the mean cancels out.
-    One loop over the chunks computes the loss and, if it is differentiated, the gradients.
+    :func:`softmax_cross_entropy_with_integer_labels` computes. By default, it is the mean. Pass
+    masks and weights as ``where``: a mask that multiplies the mean excludes no positions. One loop
+    over the chunks computes the loss and, if it is differentiated, the gradients.
 
     A loss that is not differentiated takes one matmul, which computes the logits. If it is
     differentiated, two more matmuls compute the gradients of x and weight, so a mean or a sum takes
@@ -61,12 +61,13 @@ def linear_softmax_cross_entropy(
 
     The dtype of the matmuls' operands is the one to which x and weight promote, as in
     ``jnp.matmul``. With a float32 weight, all three matmuls are therefore in float32, unless
-    ``dtype=jnp.bfloat16`` rounds the weight. A chunk's logits are rounded to that dtype, like the
-    result of ``x @ weight``, and bias is added to the rounded logits. The gradient of the logits is
-    rounded to the dtype of the matmuls' operands. Sums over classes and row statistics are float32
-    (float64 for float64 logits). The gradient of weight is summed over the chunks in float32 as
-    well. For a mean, the gradient of the logits is divided by the number of rows before it is
-    rounded. In float16, the gradients of x and weight are divided instead, in float32.
+    ``dtype=jnp.bfloat16`` rounds the weight. A chunk's logits are rounded to ``dtype`` (by default,
+    to the dtype of the operands, like the result of ``x @ weight``). bias is added to the rounded
+    logits. The gradient of the logits is rounded to the dtype of the matmuls' operands. Sums over
+    classes and row statistics are float32 (float64 for float64 logits). The gradient of weight is
+    summed over the chunks in float32 as well. For a mean, the gradient of the logits is divided by
+    the number of rows before it is rounded. In float16, the gradients of x and weight are divided
+    instead, in float32.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64. Each row is
@@ -76,18 +77,19 @@ def linear_softmax_cross_entropy(
         axis. A label out of range, such as a negative one, makes the loss and the gradients NaN.
       bias: array (V,), any of these dtypes; or None.
       where: None, or a boolean mask of positions (such as ``labels != -100``), or float weights of
-        positions (which may be negative, and have no gradient). It has as many axes as labels, and
-        broadcasts to their shape. Where it is False or 0, label and x are ignored, even if x is
-        NaN, and x's gradient is 0.
+        positions (which may be negative, and have no gradient). This array has the same number of
+        axes as labels, and broadcasts to their shape. Where it is False or 0, label and x are
+        ignored, even if x is NaN, and x's gradient is 0.
       reduction: ``"mean"``: ``sum(where * loss) / sum(where)``, or 0 if the denominator is 0;
         ``"sum"``: ``sum(where * loss)``; or ``"none"``: ``where * loss``, for each position.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
-        None lets jaxnorm choose: all rows, if their logits take no more memory than a float32 array
-        of weight's shape. Otherwise, a chunk has at most max(2048, d) rows. If the logits of such a
-        chunk take more than 1 GiB, it has fewer rows, but at least 512. Besides the gradients, the
-        function allocates two arrays: a chunk's logits, which are overwritten by their gradient,
-        and the float32 array in which weight's gradient is summed over several chunks. With larger
-        chunks, the float32 array is loaded and stored less often.
+        None lets jaxnorm choose. For a bfloat16 weight, a chunk has all rows if their logits take
+        no more memory than a float32 array of weight's shape. Otherwise, a chunk has at most
+        max(2048, d) rows. If the logits of such a chunk take more than 1 GiB, it has fewer rows,
+        but at least 512. Besides the gradients, the function allocates two arrays: a chunk's
+        logits, which are overwritten by their gradient, and the float32 array in which weight's
+        gradient is summed over several chunks. With larger chunks, the float32 array is loaded and
+        stored less often.
       label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
         spread evenly over all classes.
       z_loss: a finite Python number of at least 0. The loss gets an additional term: ``z_loss``
@@ -105,15 +107,15 @@ def linear_softmax_cross_entropy(
       float64 if the logits are float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
-    the dtypes of their arguments. For a mean or a sum, the forward pass computes the gradients and
-    saves only them, in these dtypes. float16 gradients are saved in float32 instead. The loss scale
-    multiplies them only in the backward pass, and until then small gradients would underflow in
-    float16. For policies of :func:`jax.checkpoint`, the gradients are named
+    the dtypes of their arguments. For a mean or a sum, the forward pass computes the gradients, and
+    saves only the gradients, in these dtypes. float16 gradients are saved in float32 instead: the
+    loss scale multiplies them only in the backward pass, and before that, small ones would
+    underflow in float16. For policies of :func:`jax.checkpoint`, the gradients are named
     ``jaxnorm_linear_gradient``. :func:`save_policy` does not save them, because weight's gradient
     is as large as weight. With ``"none"``, the forward pass saves its operands.
 
-    Three further cases are supported but take more matmuls: second-order derivatives, a `jax.vmap`
-    over several weights, and a `jax.vmap` that returns a separate gradient of weight for each batch
+    Three cases are supported, but take more matmuls: second-order derivatives, a `jax.vmap` over
+    several weights, and a `jax.vmap` that returns a separate gradient of weight for each batch
     element.
 
     On a mesh, the rows, V and d may be sharded. If V is sharded, devices exchange row statistics in
@@ -121,7 +123,7 @@ def linear_softmax_cross_entropy(
     axis shards the rows of x and also V of weight, the smaller one of x and weight is gathered over
     this mesh axis. If x is sharded along d, an all-to-all before the loop gives each device
     complete rows. The gradients of x and weight are reduced over the devices once, after the loop.
-    This is done in the dtype of the matmuls, as in plain JAX (for float16, in float32).
+    This reduction is done in the dtype of the matmuls, as in plain JAX (for float16, in float32).
 
     Raises:
       TypeError: the dtype of x, weight or bias is not a supported float dtype; ``dtype`` is not
@@ -194,11 +196,11 @@ def linear_log_prob_and_entropy(
         - A boolean mask of positions, such as ``labels != -100``. It has one axis less than x, and
           broadcasts to ``x.shape[:-1]``. Where it is False, label and x are ignored, and both
           results and x's gradient are 0.
-        - Float weights of positions. The rule for their shape is the same as for such a mask. Both
-          results are multiplied by the weights. A weight of 0 has the same effect as False in a
-          mask.
-        - A boolean mask of classes. It has as many axes as x, and broadcasts to ``(..., V)``. Its
-          effect is the same as in :func:`log_prob_and_entropy`.
+        - Float weights of positions. The rule for their shape is the same as for a mask of
+          positions. Both results are multiplied by the weights. A weight of 0 has the same effect
+          as False in a mask.
+        - A boolean mask of classes. It has the same number of axes as x, and broadcasts to ``(...,
+          V)``. Its effect is the same as in :func:`log_prob_and_entropy`.
       logits_scale, logit_softcap: applied to the logits after the bias is added, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
       chunk: number of rows in a chunk, at least 1; on a mesh, this counts the rows of one device.
@@ -279,18 +281,18 @@ def linear_kl_divergence(
 
     The student's logits are ``x @ weight + bias``, and the teacher's logits are ``teacher_x @
     teacher_weight + teacher_bias``. The result is the mean, the sum or the array of the divergences
-    that :func:`kl_divergence` computes. By default, the function returns the mean; masks and
-    weights go into ``where``, because a mask that multiplies the mean cancels out. Only the logits
-    of one chunk of rows are in memory at a time, in the forward and in the backward pass. One loop
-    over the chunks computes the divergence and, if it is differentiated, the gradients.
+    that :func:`kl_divergence` computes. By default, it is the mean. Pass masks and weights as
+    ``where``: a mask that multiplies the mean excludes no positions. Only the logits of one chunk
+    of rows are in memory at a time, in the forward and in the backward pass. One loop over the
+    chunks computes the divergence and, if it is differentiated, the gradients.
 
     A divergence that is not differentiated takes two matmuls: one for the student's logits, and one
     for the teacher's. If it is differentiated, two more matmuls compute the gradients of x and
     weight, so a mean or a sum takes four matmuls. ``reduction="none"`` takes six, because the
     backward pass recomputes both arrays of logits.
 
-    The operands of a matmul are cast to the dtype to which they promote, as in ``jnp.matmul``. A
-    chunk's logits are the float32 sums of the matmuls, without rounding.
+    The two operands of each matmul are cast to the dtype to which they promote, as in
+    ``jnp.matmul``. A chunk's logits are the float32 sums of the matmuls, without rounding.
 
     Args:
       x: the student's activations, (..., d) with any number of rows; bfloat16, float16, float32 or
@@ -325,7 +327,7 @@ def linear_kl_divergence(
       axis: float32, or float64 if the operands of a matmul promote to float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
-    gradients have the dtypes of their arguments. The forward pass saves the same arrays as that of
+    gradients have the dtypes of their arguments. The forward pass saves the same arrays as in
     :func:`linear_softmax_cross_entropy`. As in that function, the rows and the axes V and d may be
     sharded over a mesh. If the axis e is sharded, teacher_x and teacher_weight are gathered along
     it.
@@ -370,7 +372,8 @@ def linear_kl_divergence(
     return _of_loss(_KL, layer, jax.lax.stop_gradient(teacher), others, dtypes, **options)[0]
 
 
-#: A dict of a linear layer's operands, and two dtypes: of its matmul's operands, and of the logits.
+#: The description of a linear layer: a dict from names to operands, and a pair of dtypes. The first
+#: is the dtype of the matmul's operands, and the second is the dtype of the logits.
 Layer = tuple[dict[str, jax.Array], tuple[np.dtype, np.dtype]]
 
 
@@ -379,7 +382,8 @@ def layer_of(
 ) -> Layer:
     """Check the operands of a linear layer, and return the `Layer`.
 
-    `of` is a prefix of their names, such as "teacher_". `dtype` is the public function's argument.
+    `of` is the prefix of the operands' names: "teacher_" or "". `dtype` is the public function's
+    argument.
     """
     x = checks.float_array(function, f"{of}x", x)
     weight = checks.float_array(function, f"{of}weight", weight)
@@ -410,16 +414,17 @@ def _of_loss(
     implementation: Name | None,
     **options: Any,
 ) -> list[jax.Array]:
-    """Return the results of the linear loss `function`, a public function except `linear_loss`.
+    """Return the results of a linear loss: any of the public functions except `linear_loss`.
 
-    The arguments that describe the linear layer are already checked. This function checks the
-    other arguments.
+    The arguments in `layer` and `teacher` are already checked. This function checks the other
+    arguments.
 
     Args:
       function: name of the public function.
       layer: the linear layer.
-      operands: the operands that only this function has: labels, or the teacher's layer.
-      arguments: the public function's ``where``, ``logits_scale``, ``reduction`` and ``chunk``.
+      operands: a dict of the operands that not all functions have: labels, or the teacher's layer.
+      arguments: the public function's ``where``, ``logits_scale``, ``reduction`` and ``chunk``, in
+        this order.
       teacher: the dtype of the operands of the teacher's matmul, and the dtype of its result; `()`
         without a teacher.
       implementation: the public function's argument.
@@ -442,7 +447,7 @@ def _of_loss(
     of_one = RowView.of((classes,), (0,), mask=of_mask, candidates=loss.view.candidates)
     # The primitive's log-probabilities are also residuals, and the derivative needs them before
     # they are multiplied by the weights. So the primitive takes a mask of the positions with a
-    # nonzero weight, and its results are multiplied by the weights below.
+    # nonzero weight, and the weights multiply the primitive's results below.
     positions = checked.pop("positions")
     operands = {"where": positions if is_log_prob else weights} | operands | checked
     program = Program(loss.with_view(of_one))

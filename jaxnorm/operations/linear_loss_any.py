@@ -2,9 +2,9 @@
 
 The function `fun` that the user passes to `linear_loss` computes the results of one position from
 its logits. It is traced once, and the arrays that it closes over become operands. A pass runs it
-under `jax.vmap` on the logits of one chunk of rows. If `fun` passes the logits to a jaxnorm loss,
-and to nothing else, a chunk takes the same steps as in the linear version of this loss, such as
-`linear_softmax_cross_entropy`::
+under `jax.vmap` on the logits of one chunk of rows. If `fun` passes the logits only to a jaxnorm
+loss, this loss and its gradient are computed as in the linear version of the loss, such as
+`linear_softmax_cross_entropy`. The steps for a chunk are::
 
     logits = x @ W + b                            for one chunk of rows
     z      = logits, or the results of the loss
@@ -49,7 +49,7 @@ def linear_loss(
     of shape (V,), and from the position's part of each of ``rows``. It runs under `jax.vmap` on the
     logits of one chunk of positions at a time. If ``fun`` calls a loss of jaxnorm, such as
     :func:`log_prob_and_entropy`, its kernel runs on the chunk. If ``fun`` uses the logits for
-    nothing else, the call takes as much memory as the linear version of this loss, here
+    nothing else, the call takes the same memory as the linear version of this loss, here
     :func:`linear_log_prob_and_entropy`.
 
     With ``reduction="mean"`` or ``"sum"``, one loop over the chunks computes the loss and, if it is
@@ -63,8 +63,8 @@ def linear_loss(
         arrays.
       x: array (..., d) with any number of positions; bfloat16, float16, float32 or float64.
       weight: array (d, V); any of these dtypes.
-      rows: pytrees of arrays. The leading axes of each array are the axes of x without the last,
-        which index the positions. Examples are labels, advantages and a teacher's hidden states.
+      rows: pytrees of arrays. The leading axes of each array index the positions: they are the axes
+        of x without the last one. Examples are labels, advantages and a teacher's hidden states.
       bias: array (V,), any of these dtypes; or None.
       where: None, or a boolean mask of positions, or float weights of positions (which have no
         gradient). It has one axis less than x, and broadcasts to ``x.shape[:-1]``. Where it is
@@ -83,8 +83,8 @@ def linear_loss(
 
     Returns:
       For ``"mean"`` and ``"sum"``, a scalar: float32, or float64 if the logits or the results of
-      ``fun`` are float64. For ``"none"``, the pytree of ``fun``, with the axes of the positions in
-      front of each array's own axes.
+      ``fun`` are float64. For ``"none"``, the pytree that ``fun`` returns, with the axes of the
+      positions in front of each array's own axes.
 
     Differentiable with respect to x, weight, bias, floats in ``rows``, and floats that ``fun``
     closes over. Reverse and forward mode are supported, to any order. Gradients have the dtypes of
@@ -93,7 +93,7 @@ def linear_loss(
     forward pass of a mean or a sum saves only the gradients, as in
     :func:`linear_softmax_cross_entropy`. With ``"none"``, it saves its operands. If a `jax.vmap`
     batches weight or an array that ``fun`` closes over, the elements of the batch are computed one
-    after another. To compute them together, pass the array as one of ``rows`` instead.
+    after another. To compute them together, pass the closed-over array as one of ``rows`` instead.
 
     On a mesh, the positions and d may be sharded, as in :func:`linear_softmax_cross_entropy`. A
     weight that is sharded along d or V is gathered once, before the loop, and its gradient is
@@ -147,7 +147,7 @@ def linear_loss(
 
 
 def _real(name: str, array: Any) -> jax.Array:
-    """Convert an array, which `name` describes in errors, and refuse complex numbers."""
+    """Convert an array; raise TypeError for complex numbers. `name` names it in errors."""
     if not isinstance(array, jax.Array):
         array = checks.any_array(_ANY, name, array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -204,8 +204,8 @@ def _traced(
         return [y.astype(checks.arithmetic_dtype(logits.dtype, y.dtype)) for y in results]
 
     types = [jax.ShapeDtypeStruct(a.shape[lead:], a.dtype) for a in leaves]
-    # Trace without a mesh, because the program also runs on shards. There, types that include the
-    # user's mesh would be wrong.
+    # Trace without a mesh, because the program also runs on shards, for which types that include
+    # the user's mesh are wrong.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = jax.make_jaxpr(run)(logits, *types)
     jaxpr = traced.jaxpr
@@ -222,7 +222,7 @@ def _traced(
 def _program(jaxpr: Any) -> Program:
     """Return the `Program` of a traced function.
 
-    If one jaxnorm loss takes the logits, and nothing else does, the loss is a part of the program.
+    If the logits are used only by one jaxnorm loss, this loss becomes the program's `loss`.
     """
     logits, others = jaxpr.invars[0], [*jaxpr.invars[1:], *jaxpr.constvars]
     equations = jaxpr.eqns

@@ -1,7 +1,7 @@
 """The static description of a call of a linear loss, and the arrays of its passes.
 
-A linear loss computes the logits ``x @ weight + bias``, and from these the results of each row.
-These are a loss; a divergence; a log-probability and an entropy; or the results of the function
+A linear loss computes the logits ``x @ weight + bias``, and from these the results of each row. The
+results are a loss; a divergence; a log-probability and an entropy; or the results of the function
 that the user passes to `linear_loss`. Losses may be reduced to their mean or sum. A call has up to
 three passes, forward (``fwd``), tangent (``tan``) and backward (``bwd``)::
 
@@ -11,8 +11,8 @@ three passes, forward (``fwd``), tangent (``tan``) and backward (``bwd``)::
     tan      none         residuals, tangents         tangents of the results of rows
     bwd      none         residuals, cotangents       gradients of sum(cotangents * results)
 
-`keeps`, `wrt` and `kept` are attributes of `LinearLossCall`. Gradients are those with respect to
-the operands in `wrt`. The residuals are the primals, followed by the forward results in `kept`. The
+`keeps`, `wrt` and `kept` are attributes of `LinearLossCall`. Gradients are with respect to the
+operands in `wrt`. The residuals are the primals, followed by the forward results in `kept`. The
 tangent pass is linear in the tangents, and the backward pass is linear in the cotangents. Each of
 the two passes is the transpose of the other.
 
@@ -76,14 +76,15 @@ class Program:
 
     There are three cases:
 
-    * `loss` alone: the results are those of a jaxnorm loss. Its operands are operands of the linear
-      loss, with the same names. Instead of the teacher's logits, a divergence has the constants
-      `teacher_x` (..., e), `teacher_weight` (e, V) and maybe `teacher_bias` (V,).
+    * `loss` alone: the results are those of a jaxnorm loss. The operands of this loss are operands
+      of the linear loss, with the same names. For a divergence, the linear loss has, instead of the
+      teacher's logits, the constants `teacher_x` (..., e), `teacher_weight` (e, V) and maybe
+      `teacher_bias` (V,).
     * `after` alone: a traced function. Its operands are the logits, then `row0`, `row1`, ... (each
       with the axes of the rows) and `shared0`, `shared1`, ... (the same for all rows).
-    * All three: a traced function in which a jaxnorm loss takes the logits, and nothing else does.
-      `before` computes the other operands of the loss, from the rows and the shared arrays.
-      `after` takes the results of the loss in place of the logits.
+    * All three: a traced function that uses the logits only as the operand of a jaxnorm loss.
+      `before` computes the other operands of the loss, from the rows and the shared arrays. `after`
+      takes the results of the loss in place of the logits.
 
     Attributes:
       loss: the forward call of a loss of the logits of one position, or None.
@@ -139,8 +140,8 @@ class LinearLossCall:
       precision: the value that ``jax.default_matmul_precision`` had when the user called the
         function.
       reduction: the public function's argument.
-      wrt: the names of the operands whose gradients the pass returns (``fwd``, ``bwd``) or whose
-        tangents it takes (``tan``).
+      wrt: names of operands. A ``fwd`` or ``bwd`` pass returns their gradients, and a ``tan`` pass
+        takes their tangents.
       keeps: True if the outputs also include the row statistics.
     """
 
@@ -168,10 +169,9 @@ class LinearLossCall:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the results, without gradients.
+        """Names of the call's results other than gradients.
 
-        In a tangent or backward pass, these are the results that have tangents or cotangents, so
-        integers are left out.
+        In a tangent or backward pass, integers and booleans, which have no tangents, are left out.
         """
         if self.keeps:
             return (*self.program.statistics,)
@@ -249,11 +249,11 @@ class LinearLossCall:
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype of the gradient of an operand that has the dtype `dtype`.
 
-        The gradient has the dtype of its operand, with one exception. For a mean or a sum, the
-        forward pass already computes the gradients, for a cotangent of 1. The backward pass
-        multiplies them by the cotangent, which includes the loss scale. Before this multiplication,
-        small gradients would underflow in float16 (below 6e-8). So the forward pass returns the
-        gradients of float16 operands in float32.
+        The gradient usually has the dtype of its operand. For a mean or a sum, the forward pass
+        already computes the gradients, for a cotangent of 1. The backward pass multiplies them by
+        the cotangent, which includes the loss scale. Before this multiplication, small gradients
+        would underflow in float16 (below 6e-8). So the forward pass returns the gradients of
+        float16 operands in float32.
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
@@ -275,9 +275,9 @@ def matmul_dtypes(
     """Return the dtype of the matmul's operands, and the dtype of the logits.
 
     `x` and `weight` are the dtypes of these arrays, and promote to a common dtype. `asked` is the
-    dtype that the user requested, or None. If it has fewer bits than the common dtype, the operands
-    are cast to it. If it has more bits, the operands keep the common dtype, because a cast to more
-    bits would not make the matmul more accurate.
+    dtype that the user requested, or None. If `asked` has fewer bits than the common dtype, the
+    operands are cast to `asked`. If it has more bits, they are cast to the common dtype, because
+    more bits would not make the matmul more accurate.
 
     The logits of a cross-entropy have the requested dtype (by default, the common dtype). The
     logits of the other functions are not rounded: they have the dtype in which the matmul
@@ -294,17 +294,17 @@ class Over(NamedTuple):
     """The names of the mesh axes over which the arrays of a linear loss are sharded.
 
     In the loop, arrays may be sharded differently from the user's arrays. Before the loop, x and
-    weight are gathered or exchanged between devices. After it, their gradients are returned to the
-    original sharding.
+    weight are gathered or exchanged between devices. After the loop, the gradients of x and weight
+    are returned to the original shardings.
 
     Attributes:
       rows: mesh axes over which the rows are sharded in the loop.
       classes: mesh axes over which the classes are sharded in the loop.
-      moves: for each kind of array that must be resharded before the loop, its steps. A step is a
-        tuple ``(axis, names, is_exchange)``. Usually, the axis `axis` is all-gathered over the mesh
-        axes `names`. If `is_exchange` is True, the step is an all-to-all: devices exchange their
-        shards of the last axis for shards of the axis `axis`. Each device then has fewer rows, but
-        all columns of these rows.
+      moves: a dict from the kind of an array that must be resharded before the loop to a list of
+        resharding steps. A step is a tuple ``(axis, names, is_exchange)``. Usually, the axis `axis`
+        is all-gathered over the mesh axes `names`. If `is_exchange` is True, the step is an
+        all-to-all: devices exchange their shards of the last axis for shards of the axis `axis`.
+        Each device then has fewer rows, but all columns of these rows.
     """
 
     rows: tuple[str, ...] = ()
@@ -327,7 +327,7 @@ def scale(
 
 
 def sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the sum of the devices' arrays over mesh axes."""
+    """Return the sum of the devices' arrays over the mesh axes `axes`; without any, return `a`."""
     return jax.lax.psum(a, axes) if axes else a
 
 
@@ -335,10 +335,10 @@ def sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def loss_of_rows(loss: Call, shape: tuple[int, ...], mask: int, **changes: Any) -> Call:
-    """Return the call of a loss that is computed from a chunk's logits.
+    """Return the call of a loss on a chunk's logits.
 
     Args:
-      loss: the call of the loss for one position's logits.
+      loss: the call of the loss on one position's logits.
       shape: shape ``(rows, classes)`` of the chunk's logits.
       mask: number of rows of the mask of classes, if the loss has one: 1 or ``shape[0]``.
       changes: fields of the call or its spec to replace (see `Call.replaced`).
@@ -361,7 +361,7 @@ def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
 def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Run the forward pass in plain JAX on one device's shard of the classes.
 
-    The function has its own JVP rule, because `jax.lax.pmax` has no derivative.
+    This function has its own JVP rule, because it uses `jax.lax.pmax`, which has no derivative.
     """
     return call.xla(*[a for a in arrays if a is not None])
 
@@ -387,11 +387,12 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 # Large chunks need more memory for their logits. After the last chunk, the logits are freed, and
 # only then is dW copied to an array in weight's dtype. Logits that are no larger than this copy do
 # not raise the peak memory. The logits have the shape (rows, classes), and the copy has the shape
-# (d, classes). So if both have the same dtype, chunks of up to d rows do not raise the peak memory.
+# (d, classes). So if the logits and the copy have the same dtype, chunks of up to d rows do not
+# raise the peak memory.
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
-# The number of rows of a matmul's tile. The number of rows of a chunk is rounded up to a multiple
-# of this number.
+# A matmul's tile has this number of rows. A chunk's number of rows is rounded up to a multiple of
+# it.
 _TILE = 128
 
 
@@ -441,11 +442,11 @@ def chunks_of(
       rows: number of all rows.
       weight: shape (d, classes) of one device's shard of weight.
       dtypes: dtypes of the logits and of the matmuls' operands.
-      shards: number of shards of the classes. The number of rows in rule 3 is multiplied by it. A
-        device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
+      shards: number of shards of the classes, by which the number of rows in rule 3 is multiplied.
+        A device has only 1 / shards of the classes, so the memory for a chunk's logits stays the
         same. Fewer and larger chunks are faster, because devices exchange row statistics once for
         each chunk.
-      copies: number of arrays of logits that a chunk has.
+      copies: number of a chunk's arrays of the logits' shape and dtype, including the logits.
       accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
         if even a single chunk would allocate an array of this size for the gradient, because then a
         single chunk saves no memory.

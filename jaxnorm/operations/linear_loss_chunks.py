@@ -7,26 +7,26 @@ A chunk takes up to three matmuls, which XLA computes. dlogits are the gradients
     dW    += x^T @ dlogits    accumulated in float32
 
 The matmul itself adds its result to dW in place (cuBLAS' beta = 1). XLA can do this because nothing
-else in the loop uses the dW of the previous chunks.
+else in the loop reads dW.
 
 The first chunk precedes the loop and writes the array in which dW is accumulated, so this array
-need not be set to zero. A single chunk needs no such array: the matmul writes dW in its own dtype.
-With several chunks, there is no such array either if the dlogits of all rows are stored. Then dx
-and dW are computed by one matmul each, after the loop. `linear_loss_call.chunks_of` decides this.
+need not be set to zero. A single chunk needs no such array: the matmul writes dW in the gradient's
+dtype. Several chunks need none if the dlogits of all rows are stored: then one matmul computes dx
+and one computes dW, after the loop. `linear_loss_call.chunks_of` decides whether they are stored.
 
 For the cross-entropy, logits have the dtype to which x and weight promote, or the dtype that the
 user requests. 16-bit logits halve the memory traffic of each pass over them, and dlogits can reuse
-their buffer. For log-probabilities, logits are float32. If logits z were rounded to 16 bits, their
-differences would have errors of about 2^-9 * |z|.
+their buffer. For the other functions, logits are float32 (or float64). If logits z were rounded to
+bfloat16, log-probabilities would have errors of about 2^-9 * |z|.
 
 dlogits have the dtype of the matmuls' operands. They include all factors: 1 / (sum of the weights)
 for a mean, `logits_scale`, and the loss weight or the cotangent of each row. So the matmuls write
-dx and dW in their own dtypes, and no other pass over dx and dW is needed.
+the final dx and dW, and no other pass over these arrays is needed.
 
 In float16, small dlogits would underflow (below 6e-8). Therefore, each row of float16 dlogits is
-divided by a power of two: the magnitude of the row's factors or, if plain JAX computes the row, of
-its largest element. This division is undone in float32. For dx, the row of dx is multiplied by the
-power of two. For dW, the row of x is multiplied by it before the matmul.
+divided by a power of two: the magnitude of the row's factors or, if JAX differentiates the results,
+of the row's largest element. This division is undone in float32: the row of dx and, before the
+matmul for dW, the row of x are multiplied by the power of two.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ from jaxnorm.operations.loss import counted
 from jaxnorm_kernels import launching
 
 # Before the loop, the number of classes is padded to a multiple of this number. A row of 16-bit
-# weights or logits then takes a multiple of 16 bytes. Otherwise, XLA would pad the operands and
-# slice the result of every matmul in the loop.
+# weights or logits then takes a multiple of 16 bytes. Without this padding, XLA pads the operands
+# and slices the result of every matmul in the loop.
 COLUMNS = 8
 
 _WHOLE = Over()
@@ -95,7 +95,7 @@ def run(
     count = math.prod(lead)
 
     def flattened(name: str, kind: str, a: jax.Array) -> jax.Array:
-        if kind == "mask":  # Give the mask one row, or as many rows as x.
+        if kind == "mask":  # Give the mask one row, or a row for each row of x.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
@@ -149,7 +149,7 @@ class Chunks:
         self.wide = checks.arithmetic_dtype(self.logits_dtype, *(a.dtype for a in results))
         self.rows, self.classes = len(self.x), weight.shape[1]
         # The classes are not padded in two cases. If they are sharded, the padding would be in the
-        # middle of each row. If there is a mask of classes, it would have to be padded too.
+        # middle of each row. If there is a mask of classes, the mask would have to be padded too.
         whole = not over.classes and (loss is None or not loss.spec.logits.has_mask)
         self.padding = -self.classes % COLUMNS if whole else 0
         # Cast and pad the weights once, before the loop.
@@ -158,11 +158,11 @@ class Chunks:
             of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
             self.given |= {"teacher_weight": of_teacher}
         # Count a chunk's arrays of the logits' shape and dtype. Besides the logits, there is a
-        # second one for a divergence (the teacher's logits), and if plain JAX computes the
-        # gradient of the logits (this gradient).
+        # second array in two cases: a divergence has the teacher's logits, and a traced function
+        # that uses the logits itself has their gradient.
         copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
-        # If `holds_dlogits` is True, the dlogits of all rows are stored. If it is False, the
-        # dlogits of a chunk may overwrite its logits.
+        # If `holds_dlogits` is True, the dlogits of all rows are stored. If it is False, a chunk's
+        # dlogits may overwrite the chunk's logits.
         self.chunk, self.holds_dlogits = linear_loss_call.chunks_of(
             head.chunk,
             self.rows,
@@ -195,8 +195,9 @@ class Chunks:
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
 
-        The call is a backward pass, or a forward pass that computes the gradients together with the
-        losses. In a forward pass, the list starts with an array of the losses of all rows.
+        This method runs a backward pass, or a forward pass that also returns gradients. For a
+        forward pass, the list starts with an array of the losses of all rows, and `cotangents` has
+        one array: the factor of each row's loss in the mean or sum.
         """
         head, losses_of = self.head, self.head.outputs if self.head.direction == "fwd" else ()
         dtypes = {name: self.gradient_dtype(name) for name in head.wrt}
@@ -260,9 +261,9 @@ class Chunks:
     def accumulator(self) -> int:
         """Number of additional bytes that several chunks need to accumulate weight's gradient.
 
-        Several chunks need an array of weight's shape in the dtype of the sum. The number is the
-        size of this array. It is 0 if the gradient is not computed, or if even a single chunk needs
-        such an array. A single chunk needs it in two cases:
+        Several chunks need an array of weight's shape in the dtype of the sum, and the number is
+        the size of this array. It is 0 if the gradient is not computed, or if even a single chunk
+        needs such an array. A single chunk needs it in two cases:
 
         * The gradient has the dtype of the sum. Then the array becomes the gradient itself.
         * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
@@ -275,11 +276,11 @@ class Chunks:
         return math.prod(self.primals["weight"].shape) * self.wide.itemsize
 
     def gradient_dtype(self, name: str) -> np.dtype:
-        """Return the dtype of a device's part of the gradient of an operand.
+        """Return the dtype of an operand's gradient on one device, before the sum over devices.
 
-        As in plain JAX, bfloat16 gradients are rounded before the sum over devices. float16
-        gradients are not rounded, because small ones would underflow. The forward pass of a loss
-        computes them, and the loss scale multiplies them only in the backward pass.
+        As in plain JAX, bfloat16 gradients are rounded before this sum. float16 gradients are not
+        rounded, because small ones would underflow: the forward pass of a loss computes them, and
+        the loss scale multiplies them only in the backward pass.
         """
         dtype = self.head.gradient_dtype(self.primals[name].dtype)
         if kind(name) == "row" or not (self.over.classes if name == "x" else self.over.rows):
@@ -312,15 +313,15 @@ class Chunks:
         return self.scale() * linear_loss_call.sum_over(sums, self.over.rows)
 
     def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
-        """Return the logits of a chunk, and the other operands of a traced function.
+        """Return the logits of a chunk, and a dict of the other operands of a traced function.
 
-        For a traced function, the arrays of a masked row are replaced by those of an unmasked row.
-        Otherwise, a NaN in a masked row would spread to the gradients of shared arrays, which are
-        sums over all rows.
+        The dict is empty if there is no traced function. If there is one, the arrays of a masked
+        row are replaced by those of an unmasked row: a NaN in a masked row would spread to the
+        gradients of shared arrays, which are sums over all rows.
 
         Args:
           rows: the rows of the chunk.
-          given: the operands; the weights are cast and padded.
+          given: a dict of the operands; the weights are cast and padded.
         """
         is_traced = self.head.program.after is not None
         x = rows.filled(rows.of(given["x"])) if is_traced else rows.of_x(given["x"])
@@ -336,7 +337,7 @@ class Chunks:
         return logits, dict(zip(arrays, others))
 
     def results(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> Carry:
-        """Return the results of a chunk's rows; if the call has `keeps=True`, also statistics."""
+        """Return a dict of a chunk's results; if the call has `keeps=True`, also of statistics."""
         program, sources = self.head.program, [logits[:, : self.classes]]
         if program.loss is not None:
             call, operands = self.loss(rows, logits, arrays)
@@ -349,15 +350,15 @@ class Chunks:
     def derivative(
         self, rows: "Rows", cotangents: Sequence[jax.Array]
     ) -> tuple[Any, jax.Array, Any, Carry]:
-        """Return a result of a chunk, the gradient of its logits, its divisors and other gradients.
+        """Differentiate the results of a chunk with respect to its logits and other operands.
 
-        The four returned values are:
+        Return four values:
 
-        1. The first result of the chunk's rows; None if the forward pass saved results.
+        1. The first result of the chunk's rows; None if the forward pass has saved the results.
         2. The gradient of the logits, in the dtype of the matmuls' operands.
         3. The powers of two by which the rows of a float16 gradient have been divided, so that
            small elements do not underflow; 1 for other dtypes.
-        4. A dict of the gradients of a traced function's operands.
+        4. A dict of the gradients of the other operands, which only a traced function has.
         """
         program, loss = self.head.program, self.head.program.loss
         logits, arrays = self.of_chunk(rows, self.given)
@@ -372,7 +373,7 @@ class Chunks:
                 return [y for y in function(values[: len(of)], others) if is_inexact(y)]
 
             ys, pullback = jax.vjp(inexact, *of, *wanted.values())
-            # Rows that also belong to the next chunk are counted there, so mask them here.
+            # Rows that also belong to the next chunk are counted in that chunk, so mask them here.
             cts = [rows.unmasked(ct).astype(y.dtype) for ct, y in zip(cotangents, ys)]
             gradients = pullback([*sharding.vary_alike([*ys, *cts])[len(ys) :]])
             of_arrays = [*map(rows.unmasked, gradients[: len(of)])]
@@ -409,7 +410,8 @@ class Chunks:
             sources = [rows.filled(outputs[name]) for name in loss.returns]
             after = functools.partial(self.mapped, program.after, rows)
             y, cotangents, others = pulled(after, *sources)
-        # If the logits have the same dtype as their gradient, it may overwrite them.
+        # If the logits and their gradient have the same dtype, the gradient may overwrite the
+        # logits.
         outputs_of = call.returns[: len(cotangents)]
         cotangents, sizes = divided(cotangents, factor)
         call = call.backward(("x",), outputs_of, gradient_dtype=self.dtype)
@@ -417,7 +419,7 @@ class Chunks:
         return y, of_logits, sizes, others
 
     def loss(self, rows: "Rows", logits: jax.Array, arrays: Carry) -> tuple[Call, Carry]:
-        """Return the call of the jaxnorm loss of a chunk's logits, and the call's operands."""
+        """Return the call of the jaxnorm loss on a chunk's logits, and a dict of its operands."""
         program, loss, given = self.head.program, self.head.program.loss, self.given
         assert loss is not None
         operands = {name: rows.of(given[name]) for name in loss.primals[1:] if name in given}
@@ -443,7 +445,7 @@ class Chunks:
     def mapped(
         self, traced: Any, rows: "Rows", sources: Sequence[jax.Array], arrays: Carry
     ) -> list[jax.Array]:
-        """Run a traced function on all rows of a chunk."""
+        """Run a traced function of `sources` and `arrays` on each row of a chunk."""
         axes = [*[0] * len(sources), *(0 if kind(name) == "row" else None for name in arrays)]
         run = jax.vmap(functools.partial(sharding.evaluated, traced), axes, axis_size=rows.size)
         results: list[jax.Array] = run(*sources, *arrays.values())
@@ -478,8 +480,8 @@ class Chunks:
         """Run all chunks, and return the carry after the last one.
 
         ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums` is
-        True, the carry that the first step returns has more arrays than the given one. The first
-        chunk then precedes the loop, because the carry of a loop must have the same arrays in all
+        True, the carry that the first step returns has more arrays than `carry`. The first chunk
+        then precedes the loop, because the carry of a loop must have the same arrays in all
         iterations.
         """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
@@ -498,8 +500,8 @@ class Chunks:
     def varying(self, name: str, a: jax.Array) -> jax.Array:
         """Cast an array of the loop's initial carry to the type that `step` returns.
 
-        Inside `jax.shard_map`, a type says over which mesh axes an array varies. The initial carry,
-        an array of zeros, varies over none of them.
+        Inside `jax.shard_map`, a type says over which mesh axes an array varies. The arrays of the
+        initial carry vary over no mesh axes.
         """
         operands = (*self.primals.values(), *self.linear)
         over = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
@@ -512,11 +514,11 @@ class Rows:
     """The rows of one chunk, with methods that slice the arrays of the call.
 
     All chunks have the same number of rows, without padding. If this number does not divide the
-    number of all rows, the first two chunks overlap. The rows that they share are masked in the
-    first chunk, and the second chunk overwrites their results.
+    number of all rows, the first two chunks overlap. The rows that both chunks contain are masked
+    in the first chunk, and the second chunk overwrites their results.
 
-    With an overlap, the slices of later chunks may start at addresses that are not aligned. Kernels
-    need aligned addresses, so the slices are copied.
+    With an overlap, the slices of the second and later chunks may start at unaligned addresses.
+    Kernels need aligned addresses, so the slices are copied.
     """
 
     def __init__(self, chunks: Chunks, index: jax.Array, size: int | None = None):
@@ -528,13 +530,14 @@ class Rows:
             places = self.start + jnp.arange(size, dtype=self.start.dtype)
             is_first = places < (index + 1) * size - short
         # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
-        # also belong to the next chunk. It is None if there are rows of neither kind.
+        # also belong to the next chunk. It is None if no rows are masked by the user and no chunks
+        # overlap.
         self.counted = _both(None if chunks.counted is None else self.of(chunks.counted), is_first)
 
     def kept(self) -> Carry:
         """Return a dict with this chunk's rows of the saved results and statistics.
 
-        The statistic log_sum is set to -inf in masked rows, which makes the loss ignore them.
+        The statistic log_sum is set to -inf in masked rows: the loss ignores rows with this value.
         """
         kept = {name: self.of(a) for name, a in self.chunks.kept.items()}
         if self.counted is not None:
@@ -550,7 +553,8 @@ class Rows:
     def of_x(self, x: jax.Array) -> jax.Array:
         """Return this chunk's rows of x, with zeros in masked rows.
 
-        The gradient of weight is a sum over all rows, so a NaN in a masked row would spread to it.
+        The gradient of weight is a sum over all rows, so a NaN in a masked row would make this
+        gradient NaN.
         """
         return self.unmasked(self.of(x))
 
@@ -590,7 +594,7 @@ def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
 
 
 def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Carry:
-    """Run a pass of the loss of a chunk's logits. `linear` are the cotangents."""
+    """Run a pass of a loss on a chunk's logits. `linear` are the cotangents."""
     names = call.primals if call.direction == "fwd" else call.residual_names
     arrays = [operands[name] for name in names]
     return dict(zip(call.returns, linear_loss_call.bind(call, *arrays, *linear)))
@@ -599,8 +603,7 @@ def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Car
 def _powers_of_two(sizes: jax.Array) -> jax.Array:
     """Round positive numbers down to powers of two.
 
-    Zeros, infinities and NaNs become the largest of these powers. If there is no such power, they
-    become 1.
+    Zeros, infinities and NaNs become the largest of these powers, or 1 if there is no such power.
     """
     counts, info = jnp.isfinite(sizes) & (sizes > 0), jnp.finfo(sizes.dtype)
     sizes = jnp.clip(jnp.where(counts, sizes, 1), info.smallest_normal, info.max / 2)

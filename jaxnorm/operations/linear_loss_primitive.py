@@ -3,10 +3,11 @@
 If the result is a mean or a sum, the JVP rule binds a forward pass that also returns the gradients.
 The tangent is the inner product of these gradients with the operands' tangents.
 
-If each row has its own result, the JVP rule binds the tangent primitive. It takes the primals and
-the rows' statistics. Its transpose is the backward primitive. Both recompute the logits.
+If each row has its own result, the JVP rule binds the tangent primitive. The transpose of this
+primitive is the backward primitive. Both take the primals and, for log-probabilities, results of
+the forward pass, and both recompute the logits.
 
-A call takes this number of matmuls (a divergence also computes the teacher's logits)::
+The number of matmuls, without those for a divergence's teacher, is::
 
     not differentiated                              1
     a mean or a sum, and its gradients              3
@@ -50,8 +51,8 @@ class LossRules(Rules[LinearLossCall]):
     def lower(self, head: LinearLossCall, ctx: Any, *arrays: Any) -> Any:
         """Lower a pass.
 
-        Inside the user's `jax.shard_map`, the types of operands include the mesh axes over which
-        they vary. Remove these mesh axes first.
+        Inside the user's `jax.shard_map`, an operand's type includes the mesh axes over which the
+        operand varies. Remove these mesh axes from the types first.
         """
         plain = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in]
         return super().lower(head, ctx.replace(avals_in=plain), *arrays)
@@ -59,7 +60,7 @@ class LossRules(Rules[LinearLossCall]):
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Return the types of a call's results.
 
-        Results of rows are sharded like the rows of x. A gradient is sharded like its operand.
+        Results of rows are sharded like the rows of x, and a gradient like its operand.
         """
         by_name, mesh, x = dict(zip(head.primals, avals)), sharding.mesh_of(avals), avals[0]
         of_rows, types = head.program.statistics | head.program.results, []
@@ -94,8 +95,8 @@ class LossRules(Rules[LinearLossCall]):
         return results, [next(along) if is_inexact(y) else zero_like(y) for y in results]
 
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
-        # Compute all gradients. When a `jax.checkpoint` policy decides which gradients are saved,
-        # it is still unknown which gradients are used. Unused ones are removed later as dead code.
+        # Compute all gradients: when a `jax.checkpoint` policy decides which gradients are saved,
+        # it is still unknown which of them are used. Unused ones are removed later as dead code.
         is_total = head.reduction != "none" and not head.wrt
         return head.with_gradients(head.differentiable) if is_total else None
 
@@ -150,7 +151,7 @@ class LossRules(Rules[LinearLossCall]):
         losses of all rows, which are then averaged or summed for each batch element. If the
         gradient is computed outside of `jax.vmap`, the backward pass of this call takes the
         cotangents of all batch elements. It returns one gradient of weight, summed over the batch.
-        So it needs memory for only one gradient of weight.
+        So only one gradient of weight is in memory.
         """
         kinds = head.kinds_taken
         parameters = {"weight", "columns", "shared"}
@@ -186,10 +187,10 @@ class LossRules(Rules[LinearLossCall]):
           weight is smaller, weight is gathered, and the classes are not sharded in the loop.
           Instead, the rows are sharded over all mesh axes that shard the classes in the user's
           weight.
-        * A mesh axis shards only d, in x or weight. In the loop, it shards the rows, because
-          otherwise the devices along it would all do the same work. If x is sharded along d,
-          devices exchange shards of d for shards of rows. If weight is sharded along d (FSDP), it
-          is gathered once, before the loop.
+        * A mesh axis shards only d, in x or weight. In the loop, it shards the rows, so that the
+          devices along it do not all do the same work. If x is sharded along d, devices exchange
+          shards of d for shards of rows. If weight is sharded along d (FSDP), it is gathered once,
+          before the loop.
 
         Gradients are reduced over the devices once, after the loop, and scattered to the sharding
         of their operands. XLA's own partitioning would gather and reduce in each iteration.
@@ -265,8 +266,8 @@ class LossRules(Rules[LinearLossCall]):
 def _of_axes(of: dict[str, Any], kind: str, shape: Sequence[int], others: Iterator[Any]) -> Any:
     """Return a list with an entry for each axis of an array of this kind and shape.
 
-    `of` maps a kind to a pair: the entries of its first axes, and those of its last axes. `others`
-    yields the entries of the axes between them, and of a mask's axes of size 1.
+    `of` maps a kind to a pair of lists: the entries of the first axes, and the entries of the last
+    axes. `others` yields the entries of the axes in between, and of a mask's axes of size 1.
     """
     first, last = of.get(kind, ([], []))
     count = max(0, len(shape) - len(first) - len(last))
@@ -291,9 +292,9 @@ def _gathered_rows(
 
     The row axes of x are all axes except the last. The tuple of a row axis has the mesh axes that
     shard both this row axis and the classes. x is gathered over these mesh axes before the loop.
-    They must be the last (innermost) of the mesh axes that shard the row axis, so that gathered
-    rows are in order. If they are not, or if weight is smaller than x, weight is gathered instead
-    of x, and all tuples are empty.
+    These mesh axes must be the last (innermost) of the mesh axes that shard the row axis, so that
+    gathered rows are in order. If they are not, or if weight is smaller than x, weight is gathered
+    instead of x, and all tuples are empty.
 
     Args:
       x, weight: types of the arrays.

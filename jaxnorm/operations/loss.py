@@ -67,29 +67,30 @@ def softmax_cross_entropy_with_integer_labels(
         ``axis``. If a label is out of range, such as a negative one, the loss of its position and
         the gradient of its logits are NaN.
       axis: the axis or axes of the classes; None for all. With several axes, a label is an index in
-        row-major order of the axes as given, as in optax: the last axis varies fastest. If they are
-        not in ascending order, logits are transposed.
+        row-major order of the axes as given, as in optax: the last axis varies fastest. If the axes
+        are not in ascending order, logits are transposed.
       where: None, or one of three kinds of arrays:
 
-        - A boolean mask of positions, such as ``labels != -100``. It has as many axes as labels,
-          and broadcasts to their shape. Where it is False, loss and gradient are 0 for any labels
-          and logits.
-        - Float weights of positions. The rule for their shape is the same as for such a mask. The
-          losses are multiplied by the weights. Weights may be negative, are cast to the loss's
-          dtype, and have no gradient. Where a weight is 0, loss and gradient are 0 for any labels
-          and logits.
-        - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
-          Classes where it is False are excluded from the sum in L. The logit of the label is used
-          even if its class is masked. If all classes of a position are masked, its loss and
-          gradient are 0.
+        - A boolean mask of positions, such as ``labels != -100``. It has the same number of axes as
+          labels, and broadcasts to their shape. Where it is False, loss and gradient are 0 for any
+          labels and logits.
+        - Float weights of positions. The rule for their shape is the same as for a mask of
+          positions. The losses are multiplied by the weights. Weights may be negative, are cast to
+          the loss's dtype, and have no gradient. Where a weight is 0, loss and gradient are 0 for
+          any labels and logits.
+        - A boolean mask of classes. It has the same number of axes as logits, and broadcasts to
+          their shape. Classes where it is False are excluded from the sum in L. The logit of the
+          label is used even if its class is masked. If all classes of a position are masked, its
+          loss and gradient are 0.
       label_smoothing: a Python number from 0 to 1: the fraction of the target probability that is
         spread evenly over all classes. With a mask of classes, it must be 0.
       z_loss: a finite Python number of at least 0, the factor of ``L^2`` in the equation above.
       logits_scale: factor by which the logits are multiplied, such as 1 / temperature. It may be a
         finite number, a scalar array, or an array with a scale for each position. A scalar array
         may be traced, so that a schedule of temperatures compiles once. An array with a scale for
-        each position has as many axes as labels, and broadcasts to their shape. The values of an
-        array are not checked, and have no derivative. Kernels run only for numbers above 0.
+        each position has the same number of axes as labels, and broadcasts to their shape. The
+        values of an array are not checked, and have no derivative. Kernels run only for numbers
+        above 0.
       logit_softcap: a Python number above 0, the bound c of the logits, as in Gemma 2. None for no
         bound. With a bound of c, a logit of -inf becomes -c, so use ``where`` to exclude classes.
         In kernels, the absolute error of tanh is at most 2 ulps of 1.
@@ -183,11 +184,11 @@ def checked_call(
     of: Function | None = None,
     takes_classes: bool = True,
 ) -> tuple[Call, dict[str, jax.Array | None], jax.Array | None]:
-    """Check the arguments that losses of logits and of linear layers share.
+    """Check the arguments that the losses of logits and the linear losses share.
 
-    Return three values: the forward call of the loss of logits; the call's operands other than the
-    logits; and the mask or the weights of positions, or None. The caller applies the third value to
-    the results with the function `weighted`.
+    Return three values: the forward call of the loss of logits; a dict of the call's operands
+    without the logits (None for an absent one); and the mask or the weights of positions, or None.
+    The caller applies the third value to the results with the function `weighted`.
 
     Args:
       function: name of the public function.
@@ -269,7 +270,7 @@ def checked_labels(
 def _check_numbers(function: str, dtype: np.dtype, options: LossOptions) -> None:
     """Raise ValueError unless the options of a loss are finite in `dtype`.
 
-    Also raise it if the scale of the logits or a softcap is not 0, but is rounded to 0.
+    Also raise ValueError if the scale of the logits or a softcap is not 0, but is rounded to 0.
     """
     checks.finite_in(function, dtype, {"z_loss": options.z_loss})
     factors: dict[str, float] = {"logits_scale": options.logits_scale}
@@ -284,9 +285,9 @@ def _check_numbers(function: str, dtype: np.dtype, options: LossOptions) -> None
 
 
 def softcap(function: str, value: float | None, name: str = "logit_softcap") -> float | None:
-    """Return the softcap `value` as a Python float, or None if it is None.
+    """Return the softcap `value` as a Python float, or None if `value` is None.
 
-    Raise an error unless it is a finite number above 0. `name` is the argument's name.
+    Raise an error unless `value` is None or a finite number above 0. `name` is the argument's name.
     """
     return None if value is None else checks.positive(function, name, value)
 
@@ -319,9 +320,9 @@ def masks(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Check the argument ``where``. Return a pair: a mask of classes, and weights of positions.
 
-    If `where` has as many axes as the logits, it is a mask of classes, and the second element of
-    the pair is None. Otherwise, it is a boolean mask of positions or float weights of positions,
-    and the first element is None.
+    If `where` has the same number of axes as the logits, it is a mask of classes, and the second
+    element of the pair is None. Otherwise, it is a boolean mask of positions or float weights of
+    positions, and the first element is None.
 
     Args:
       function: name of the public function, for errors.
@@ -354,7 +355,7 @@ def masks(
 
 
 def _instead_of_classes(where: tuple[int, ...], logits: tuple[int, ...]) -> str:
-    """Return a hint for a function that takes no mask of classes, if `where` looks like one."""
+    """Return a hint if `where` looks like a mask of classes, for functions that take none."""
     if len(where) != len(logits) or where[-1] != logits[-1] or where[-1] == 1:
         return ""
     is_one = math.prod(where) == where[-1]
@@ -392,9 +393,9 @@ def log_prob_and_entropy(
 
     The forward pass reads the logits once and writes no array of their size. The residuals are the
     logits and three numbers for each position. The backward pass reads the logits once and writes
-    their gradient, which is the sum of the gradients through both results. The arithmetic is
-    float32 (float64 for float64 logits). A log-probability near 0 has as many accurate digits as a
-    large one, and the entropy is never negative.
+    one gradient, the sum of the gradients through the two results. The arithmetic is float32
+    (float64 for float64 logits). A log-probability near 0 has as many accurate digits as a large
+    one, and the entropy is never negative.
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
@@ -411,16 +412,16 @@ def log_prob_and_entropy(
         row-major order of the axes as given.
       where: None, or one of three kinds of arrays:
 
-        - A boolean mask of positions, such as ``labels != -100``. It has as many axes as the
-          entropy, and broadcasts to its shape. Where it is False, both results and the gradients
-          are 0 for any labels and logits.
-        - Float weights of positions. The rule for their shape is the same as for such a mask. Both
-          results are multiplied by the weights. Where a weight is 0, both results and the gradients
-          are 0 for any labels and logits.
-        - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
-          Classes where it is False are excluded from the sums over classes. The logit of a label is
-          used even if its class is masked. If all classes of a position are masked, both results
-          are 0.
+        - A boolean mask of positions, such as ``labels != -100``. It has the same number of axes as
+          the entropy, and broadcasts to the entropy's shape. Where it is False, both results and
+          the gradients are 0 for any labels and logits.
+        - Float weights of positions. The rule for their shape is the same as for a mask of
+          positions. Both results are multiplied by the weights. Where a weight is 0, both results
+          and the gradients are 0 for any labels and logits.
+        - A boolean mask of classes. It has the same number of axes as logits, and broadcasts to
+          their shape. Classes where it is False are excluded from the sums over classes. The logit
+          of a label is used even if its class is masked. If all classes of a position are masked,
+          both results are 0.
       logits_scale: factor by which the logits are multiplied, a number or an array, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
       logit_softcap: a Python number above 0, the bound of the logits. None for no bound.
@@ -485,10 +486,10 @@ def kl_divergence(
 
     This is a loss for distillation: p is the teacher's distribution, and q is the student's. z is
     computed from the student's logits with ``logits_scale`` and ``logit_softcap``, as in
-    :func:`softmax_cross_entropy_with_integer_labels`. The teacher's z is computed from its logits
-    with ``logits_scale`` and ``teacher_logit_softcap``. ``reverse=True`` gives KL(q || p), which
-    on-policy distillation uses. A position is an index into the axes of logits other than ``axis``.
-    Each position has one divergence.
+    :func:`softmax_cross_entropy_with_integer_labels`. The teacher's z is computed from the
+    teacher's logits with ``logits_scale`` and ``teacher_logit_softcap``. ``reverse=True`` gives
+    KL(q || p), which on-policy distillation uses. A position is an index into the axes of logits
+    other than ``axis``. Each position has one divergence.
 
     On a GPU, the forward pass writes no array of the logits' size. On a CPU, it has three float32
     temporaries of that size. The residuals are the two arrays of logits, and five numbers for each
@@ -505,20 +506,21 @@ def kl_divergence(
       axis: the axis or axes of the classes; None for all.
       where: None, or one of three kinds of arrays:
 
-        - A boolean mask of positions. It has as many axes as the result, and broadcasts to the
-          result's shape. Where it is False, divergence and gradient are 0 for any logits.
-        - Float weights of positions. The rule for their shape is the same as for such a mask. The
-          divergences are multiplied by the weights. Where a weight is 0, divergence and gradient
-          are 0 for any logits.
-        - A boolean mask of classes. It has as many axes as logits, and broadcasts to their shape.
-          Classes where it is False are excluded from both distributions. If all classes of a
-          position are excluded, its divergence is 0.
+        - A boolean mask of positions. It has the same number of axes as the result, and broadcasts
+          to the result's shape. Where it is False, divergence and gradient are 0 for any logits.
+        - Float weights of positions. The rule for their shape is the same as for a mask of
+          positions. The divergences are multiplied by the weights. Where a weight is 0, divergence
+          and gradient are 0 for any logits.
+        - A boolean mask of classes. It has the same number of axes as logits, and broadcasts to
+          their shape. Classes where it is False are excluded from both distributions. If all
+          classes of a position are excluded, its divergence is 0.
       reverse: True for KL(q || p) instead of KL(p || q).
       logits_scale: factor by which both arrays of logits are multiplied, such as 1 / temperature.
         It may be a finite number, a scalar array (which may be traced), or an array with a scale
-        for each position. The latter has as many axes as the result, and broadcasts to the result's
-        shape. The values of an array are not checked, and have no derivative. Kernels run only for
-        numbers above 0. The divergence is not multiplied by the temperature squared.
+        for each position. Such an array has the same number of axes as the result, and broadcasts
+        to the result's shape. The values of an array are not checked, and have no derivative.
+        Kernels run only for numbers above 0. The divergence is not multiplied by the temperature
+        squared.
       logit_softcap, teacher_logit_softcap: Python numbers above 0, the bounds of the student's and
         the teacher's logits. None for no bound. A softcap is applied after ``logits_scale``. If a
         model applies a softcap of c before it divides by a temperature T, use

@@ -36,11 +36,11 @@ def norm_call(
 
     Args:
       function: name of the public function.
-      options: the public function's arguments, as the user passed them. The dtypes of the operands
-        in `given` and the field `subtract_mean` are added here.
+      options: the options that the user passed. This function adds the dtypes of the operands in
+        `given` and the field `subtract_mean`.
       x: the array that is normalised, or its shape and dtype.
-      given: a dict of the operands that the user has passed besides x: the parameters, and the
-        residual or the gate. The keys are names in `OPERANDS`.
+      given: a dict from names in `OPERANDS` to the operands that the user passed, without x: the
+        parameters, and the residual or the gate.
       axis, dtype, implementation: the public function's arguments.
     """
     none = () if function == _GATED else (None,)
@@ -67,9 +67,10 @@ def norm_call(
     of_operands: dict[str, Any] = {f"{name}_dtype": a.dtype for name, a in given.items()}
     of_x_and_y = x.dtype, checks.output_dtype(function, dtype, default)
     # save="output" recovers the normalised x from y. This is impossible in two cases. First, y may
-    # be the result of an activation. Second, a normalised row of N elements has a fixed magnitude
-    # and, in a LayerNorm, a mean of 0. If N is 1 (2 in a LayerNorm), y does not depend on x, except
-    # through epsilon, and dx is a small difference of large numbers.
+    # be the result of an activation. Second, a row may be too short: the elements of a normalised
+    # row have a fixed mean square and, in a LayerNorm, a mean of 0. If a row has one element (two
+    # in a LayerNorm), y depends on x's magnitude only through epsilon, and dx is a small difference
+    # of large numbers.
     is_degenerate = isinstance(view.cols, int) and view.cols <= 1 + entry.subtract_mean
     epsilon = checks.number(function, "epsilon", options.epsilon, minimum=0.0)
     scale_offset = checks.number(function, "scale_offset", options.scale_offset)
@@ -98,7 +99,7 @@ def normalise(
 ) -> list[jax.Array]:
     """Check the arguments of a norm, run it, and return its results.
 
-    `operands` is a dict from names in `OPERANDS` to arrays. A parameter may be None.
+    `operands` is a dict from names in `OPERANDS` to arrays, without x. A parameter may be None.
     `options`, `axis`, `dtype` and `implementation` are the same as for `norm_call`.
     """
     x = checks.float_array(function, "x", x)
@@ -149,8 +150,8 @@ def layer_norm(
       x: array of any shape; bfloat16, float16, float32 or float64.
       scale: array of any of these dtypes. Its shape is usually the sizes of the normalised axes, in
         the order of x. A size may also be 1, if the scale is the same along that axis. The shape
-        may begin with further axes. They broadcast to the axes of x that are not normalised,
-        right-aligned as in NumPy, so that each group of rows has its own scale (adaLN). None for no
+        may have other axes before these. They broadcast, right-aligned as in NumPy, to the axes of
+        x that are not normalised. Each group of rows then has its own scale (adaLN). None for no
         scale (``scale_offset`` is then unused).
       bias: array. The rules for its shape and dtype are the same as for ``scale``, but the two
         shapes may differ. None for no bias.
@@ -164,9 +165,9 @@ def layer_norm(
         With ``"output"``, gradients of ``scale`` are less accurate in columns where ``|bias|`` is
         far above ``|scale|`` (and, in float16, where ``|scale|`` is below 2**-14). In columns with
         a ``scale`` of 0 and a nonzero bias, these gradients are 0, because x cannot be recovered
-        from y. :func:`jaxnorm.check_params` finds such columns. If at most two elements are
-        normalised together (one in functions that compute RMSNorm), y does not determine the
-        gradient of x. In this case, x is saved for any value of ``save``.
+        from y. :func:`jaxnorm.check_params` finds such columns. If rows have at most two elements
+        (one in functions that compute RMSNorm), y does not determine the gradient of x. In this
+        case, x is saved for any value of ``save``.
       implementation: name of the implementation to use; None lets jaxnorm choose. See
         :func:`jaxnorm.implementation_for`.
       activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
@@ -329,8 +330,8 @@ def add_layer_norm(
 
     Raises:
       TypeError: an array does not have a supported float dtype; an option has the wrong type.
-      ValueError: x and residual differ in shape; gate's shape is wrong; :func:`jaxnorm.layer_norm`
-        would raise a ValueError.
+      ValueError: x and residual differ in shape; gate's shape is wrong; or there is another reason,
+        listed for :func:`jaxnorm.layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -513,11 +514,11 @@ def rms_norm_gated(
       \qquad \text{or} \qquad
       y = \mathrm{rms\_norm}(x \cdot \mathrm{activation}(\mathrm{gate}))
 
-    Gated delta nets apply the gate after the norm, which is over the columns of each head (Yang,
+    Gated delta nets normalise the columns of each head, and apply the gate after the norm (Yang,
     Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2
-    applies it before the norm (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The arithmetic
-    is float32 (float64 if x, gate or the output is float64), and the result is rounded once. The
-    residuals are x, gate, and one number for each row. The backward pass recomputes
+    applies the gate before the norm (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). The
+    arithmetic is float32 (float64 if x, gate or the output is float64), and the result is rounded
+    once. The residuals are x, gate, and one number for each row. The backward pass recomputes
     ``rms_norm(x)`` and ``activation(gate)``.
 
     Args:

@@ -109,13 +109,14 @@ def rms_norm_linear(
       y = \mathrm{activation}(\mathrm{rms\_norm}(x, \mathrm{scale}) \, \mathrm{weight} +
       \mathrm{bias})
 
-    For the backward pass, x and one number for each row are saved. The normalised array is never
-    saved. The backward pass recomputes it for weight's gradient. With an activation, the
+    For the backward pass, x, weight and one number for each row are saved. The normalised array is
+    never saved: the backward pass recomputes it for weight's gradient. With an activation, the
     activation's input is also saved.
 
-    The matmul casts its operands, the normalised array and weight, to the promoted dtype of x and
-    weight, or to ``dtype`` if ``dtype`` has fewer bits. Sums, bias and activation are computed in
-    float32 (float64 if x, weight or the output is float64), and the result is rounded once.
+    The two operands of the matmul (the normalised array and weight) are cast to the promoted dtype
+    of x and weight, or to ``dtype`` if ``dtype`` has fewer bits. Sums, bias and activation are
+    computed in float32 (float64 if the norm's input, the matmul's operands or the output is
+    float64), and the result is rounded once.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64.
@@ -132,9 +133,9 @@ def rms_norm_linear(
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of y; by default, the dtype to which x and weight promote.
       implementation: with None, jaxnorm chooses an implementation of the norm, and XLA computes the
-        matmul. With ``"mosaic"``, the forward pass computes both in one kernel. The derivative is
-        the same as with None. The kernel is not partitioned over a mesh, so call it inside
-        `jax.shard_map`. See :func:`jaxnorm.implementation_for`.
+        matmul. With ``"mosaic"``, one kernel computes the norm and the matmul of the forward pass.
+        The derivative is the same as with None. The kernel is not partitioned over a mesh, so call
+        it inside `jax.shard_map`. See :func:`jaxnorm.implementation_for`.
 
     Returns:
       y, array (..., n) in ``dtype``; with ``residual``, the pair (y, h).
@@ -190,12 +191,11 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
-    # Do not return the named h itself. Suppose that a `jax.checkpoint` policy saves the named h,
-    # and that the result of this function is an argument of a later `jax.checkpoint`. If the result
-    # were the named h, JAX would save it a second time, as this argument. If the result is another
-    # array, computed from h, JAX does not save it, but recomputes it from the saved h. So apply an
-    # operation that changes no value: reduce_precision rounds h to its own dtype. XLA removes this
-    # operation.
+    # Do not return the named h itself: a `jax.checkpoint` policy may save it, and the result of
+    # this function may be an argument of a later `jax.checkpoint`. JAX saves arguments, so it would
+    # save h twice. If the result is another array, computed from h, JAX recomputes it from the
+    # saved h. So apply an operation that changes no value: reduce_precision rounds h to h's own
+    # dtype. XLA removes this operation.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
@@ -289,8 +289,8 @@ def _composed(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.A
     # a separate pass over memory.
     #
     # If x's last axis is sharded, the matmul computes partial sums on each device, and an
-    # all-reduce adds them. As in plain JAX, the partial sums are rounded before the all-reduce. In
-    # float32, they would have twice the bytes of 16-bit numbers.
+    # all-reduce adds them. As in plain JAX, the partial sums are rounded before the all-reduce:
+    # float32 sums have twice the bytes of 16-bit sums.
     is_split = layout is not None and bool(layout.cols)
     is_alone = is_split or ("bias" not in operands and layer.activation is None)
     z = products.product(
@@ -330,7 +330,8 @@ def _by_kernel(norm: Call, layer: _Linear, names: tuple[str, ...], *arrays: jax.
     """Return y, computed by the Mosaic kernel that fuses the norm and the matmul.
 
     This function is used only if the user requests the implementation "mosaic". Its derivative is
-    that of `_composed`. Lowering it for a platform without the kernel raises ValueError.
+    the derivative of `_composed`. Lowering the function for a platform without the kernel raises
+    ValueError.
     """
     return _kernel(norm, layer, names)(*arrays)
 
@@ -374,7 +375,7 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
         return sharding.vary_alike([y, x])[0]
 
     # The branch for platforms without Mosaic kernels. Its norm has ``implementation="mosaic"``, so
-    # that lowering it raises the usual ValueError of jaxnorm.
+    # that lowering this branch raises jaxnorm's usual ValueError.
     refused = functools.partial(_composed, norm.replaced(implementation="mosaic"), layer, names)
     platforms = mosaic.IMPLEMENTATION.platforms() or ()
     if jax.config.jax_disable_jit:
@@ -388,8 +389,8 @@ def _kernel(norm: Call, layer: _Linear, names: tuple[str, ...]) -> Callable[...,
 def _check_whole(arrays: Sequence[jax.Array]) -> None:
     """Raise ValueError if the arrays may be sharded over devices.
 
-    The kernel has no partitioning rule, so it runs on arrays of one device only. Inside
-    `jax.shard_map`, arrays are shards of one device, so no error is raised.
+    The kernel has no partitioning rule, so all its arrays must be on one device. Inside
+    `jax.shard_map`, they are, because they are the shards of one device.
     """
     mesh = sharding.mesh_of([jax.typeof(a) for a in arrays])
     if mesh.empty:

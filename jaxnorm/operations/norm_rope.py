@@ -46,18 +46,19 @@ def rms_norm_rope(
         float16, float32 or float64.
       scale: array (d,); any of these dtypes. None for no scale (``scale_offset`` is then unused).
       cos, sin: the two tables, arrays of the same shape; any of these dtypes. The last axis has
-        size r / 2, for an even r <= d. The first r columns of x are rotated; the others are only
-        normalised. The tables broadcast to shape ``x.shape[:-1] + (r / 2,)``, but the broadcast
-        arrays are never stored. For x (batch, length, heads, d), the tables typically have shape
-        (length, 1, r / 2). The rotation is computed in float32.
+        size r / 2, for an even r <= d. The first r columns of x are rotated; the other columns are
+        only normalised. The tables broadcast to shape ``x.shape[:-1] + (r / 2,)``, but the
+        broadcast arrays are never stored. For x (batch, length, heads, d), the tables typically
+        have shape (length, 1, r / 2). The rotation is computed in float32.
 
         Two mistakes raise no error if the wrong shape happens to be valid:
 
         - Tables that have each angle twice, as in Hugging Face's models, have r columns instead of
           r / 2. If 2 r <= d, the function then rotates the first 2 r columns of x instead of r.
           Pass the first half of such tables.
-        - Tables (length, d / 2) lack the axis of the heads. If x has as many heads as positions,
-          the angles then depend on the head instead of the position. Pass (length, 1, d / 2).
+        - Tables (length, d / 2) lack the axis of the heads. If x has equal numbers of heads and
+          positions, the angles then depend on the head instead of the position. Pass (length, 1, d
+          / 2).
       interleaved: if True, the pairs are columns 2 i and 2 i + 1 (GPT-J, the paper). If False, they
         are columns i and i + r / 2 (GPT-NeoX, Llama in Hugging Face's layout).
       epsilon: added to the mean square, at least 0.
@@ -85,8 +86,8 @@ def rms_norm_rope(
     Raises:
       TypeError: an array does not have a supported float dtype; an option has the wrong type.
       ValueError: the shape of scale is not (d,); the shapes of cos and sin differ; cos and sin do
-        not broadcast; r is greater than d; ``epsilon``, ``save`` or ``implementation`` is wrong;
-        the requested implementation cannot run this call.
+        not broadcast to the rows of x; r is greater than d; ``epsilon``, ``save`` or
+        ``implementation`` is wrong; the requested implementation cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,7 +106,7 @@ def rms_norm_rope(
         _check_scale(scale.shape, x.shape)
     tables = [checks.float_array(_FUNCTION, n, a) for n, a in (("cos", cos), ("sin", sin))]
     _check_tables(tables[0].shape, tables[1].shape, x.shape)
-    # Expand both tables to as many axes as x, and cast them to a common dtype.
+    # Give both tables the same number of axes as x, and cast them to a common dtype.
     table_dtype = checks.product_dtype(*[table.dtype for table in tables])
     lacking = x.ndim - tables[0].ndim
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]

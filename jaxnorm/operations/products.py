@@ -51,13 +51,13 @@ def product(
     """Return ``f(*arrays) @ weight``; save `arrays` and `weight`, but not f's result.
 
     The result's cotangent is rounded to `dtype`, so the backward pass of a 16-bit matmul uses
-    16-bit matmuls. If a bias or an activation follows, the result and its cotangent are float32,
-    and the cotangent is rounded to 16 bits before these matmuls.
+    16-bit matmuls. This is so even if a bias or an activation follows, although the result and its
+    cotangent are then float32: the cotangent is rounded to 16 bits before these matmuls.
 
     Args:
-      f: function of `arrays` that returns the first operand of the matmul, (..., d). It must be
+      f: function of `arrays` that returns the first operand of the matmul, (..., d). f must be
         hashable. Calls for the same computation must pass functions that compare equal, and not a
-        new lambda each time, because JAX's caches compare them.
+        new lambda each time, because f is part of the keys of JAX's caches.
       arrays: arguments of f.
       weight: array (d, n) of any dtype.
       dtype: dtype of the matmul's operands, to which f's result and weight are rounded.
@@ -102,7 +102,7 @@ class Dot:
         )
 
     def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array | None:
-        """Return the sum of the terms of a tangent in the dtype `result`; None if there are none.
+        """Return a tangent, the sum of `terms`, in the dtype `result`; None if `terms` is empty.
 
         The terms are results of matmuls, and have the dtype of the matmuls' operands. The sum is
         computed in float32 (or float64). When JAX transposes this sum, it casts the cotangent to
@@ -149,8 +149,8 @@ def _product_tangent(
 ) -> jax.Array | None:
     """Return the tangent of `product`: ``dz = dh @ weight + h @ dweight``.
 
-    dh is the tangent of h, which JAX has computed from the tangents of f's arguments. In the second
-    term, h is recomputed from these arguments.
+    h is f's result, and JAX has computed its tangent dh from the tangents of f's arguments. In the
+    second term, h is recomputed from f's arguments.
 
     `linear_map` saves only its list of residuals: the original weight for the first term, and f's
     arguments for the second. So neither h nor a cast or gathered copy of weight is saved.
@@ -158,8 +158,9 @@ def _product_tangent(
     (_, weight, *of_f), (dh, dweight, *_) = arrays, tangents
     terms = []
     if dh is not None:
-        # With a barrier, the backward pass would cast and gather weight again. Without one, XLA may
-        # reuse the forward pass's copy, as in plain JAX.
+        # There is no barrier here, so XLA may reuse the forward pass's cast or gathered copy of
+        # weight, as in plain JAX. With a barrier, the backward pass would cast and gather weight
+        # again.
         along_h = linear_map(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
         terms.append(along_h)
     if dweight is not None:
@@ -168,7 +169,8 @@ def _product_tangent(
             *of_f, dweight = operands
             return options(f(*of_f), dweight, options.dtype)
 
-        # Without the barrier, XLA could save the forward pass's h and use it here.
+        # `waiting` puts f's arguments behind a barrier. Without it, XLA could save the forward
+        # pass's h and use it here.
         terms.append(linear_map(times_h, of_f, dweight, waiting=len(of_f)))
     return options.tangent(terms, result)
 
@@ -201,7 +203,7 @@ def _activated_tangent(
     # `linear_map` is called without a barrier around `rounded`, so that XLA can fuse this tangent
     # with the computation of dz. In unrolled layers, a barrier would also change what XLA stores.
     # In an MLP without a gate, XLA would store one array fewer. In a gated MLP, XLA would store one
-    # more: the gate, which it recomputes if there is no barrier.
+    # array more: the gate, which it recomputes if there is no barrier.
     return linear_map(tangent, [rounded], dz)
 
 
@@ -245,8 +247,8 @@ class Layout:
 def layout_of(x: jax.Array, weight: jax.Array) -> Layout | None:
     """Return the layout of the matmul of x and weight; None without Explicit mesh axes.
 
-    The layout follows from the shardings of x and weight. An axis of an array counts as not sharded
-    if the number of shards does not divide its size.
+    The layout follows from the shardings of x and weight. An axis counts as not sharded if its size
+    is not a multiple of the number of its shards.
     """
     x_type, weight_type = jax.typeof(x), jax.typeof(weight)
     mesh = sharding.explicit_mesh([x_type, weight_type])

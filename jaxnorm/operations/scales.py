@@ -63,7 +63,7 @@ def of_logits(
 
 
 def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Check the array ``scale`` of a softmax, which must be a scalar, and broadcast it to `rows`.
+    """Check a softmax's array ``scale``, which must be a scalar, and broadcast it to `rows`.
 
     `rows` is the shape of x without the normalised axes.
     """
@@ -110,7 +110,7 @@ def _(function: str, name: str, primals: Any, tangents: Any) -> Any:
 
     if not jax.config.jax_remat3:
         refuse()
-    # In forward mode, this `jax.checkpoint` passes arrays of zeros for symbolic zeros (jax
-    # 0.12.0.1). So a tangent of 0 must give 0. Any other tangent becomes NaN, which the primitives'
-    # JVP rules add to the tangents of the results.
+    # In forward mode, the `jax.checkpoint` of ``jax_remat3`` passes arrays of zeros for symbolic
+    # zeros (jax 0.12.0.1). So a tangent of 0 must give 0. Any other tangent becomes NaN, which the
+    # primitives' JVP rules add to the tangents of the results.
     return scale, linear_call(lambda _, t: jnp.where(t == 0, 0, jnp.nan * t), refuse, (), tangent)

@@ -5,8 +5,8 @@
     weights = softmax(scale * (query @ key^T) + bias)
 
 A mask may exclude logits, or replace them by a number. If queries and keys have 16 bits, the logits
-are float32, but the backward pass computes their cotangent in 16 bits. This halves the cotangent's
-memory. The matmuls that follow would round it to 16 bits anyway.
+are float32, but the backward pass computes their cotangent in 16 bits. This halves the memory of
+the cotangent, which the matmuls that follow round to 16 bits anyway.
 """
 
 import dataclasses
@@ -181,15 +181,15 @@ def softmax_call(
     dtype: DTypeLike | None,
     implementation: Name | None,
 ) -> tuple[Call, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Check the arguments of a softmax. Return its forward call, its mask, bias and scale.
+    """Check a softmax's arguments; return four values: forward call, mask, bias and scale.
 
-    The mask and the bias are arrays with as many axes as x, or None. The scale is an array with one
-    number for each row; None if the user has passed a number.
+    The mask and the bias are arrays with the same number of axes as x, or None. The scale is an
+    array with one number for each row, or None if the user has passed a number.
 
     Args:
       function: name of the public function.
       options: the public function's argument `causal`, and the number that replaces masked logits.
-        The other fields are added here.
+        This function adds the other fields.
       x: the logits, or their shape and dtype.
       axis, where, scale, bias, dtype, implementation: the public function's arguments.
     """
@@ -241,7 +241,7 @@ def attention_weights(
 
     Args:
       query: array ``(batch..., q_length, heads, depth)``.
-      key: array ``(batch..., kv_length, kv_heads, depth)`` of the same dtype, where heads is a
+      key: array ``(batch..., kv_length, kv_heads, depth)`` of the query's dtype; heads is a
         multiple of kv_heads.
       where: boolean mask that broadcasts to the logits, or None. Logits where it is False are
         replaced by `fill`.
@@ -261,8 +261,8 @@ def attention_weights(
         "softmax", options, logits, -1, where, scale, bias, query.dtype, None
     )
     (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
-    # JAX must also trace y's own derivative, although it is replaced: it names y for
-    # `jax.checkpoint` policies.
+    # `with_tangent` replaces y's derivative, but JAX also traces the original derivative. This is
+    # needed, because y's own JVP rule names y for `jax.checkpoint` policies.
     return with_tangent((_narrow_tangent, call, precision), y, query, key, mask, bias)
 
 
@@ -292,8 +292,8 @@ def _narrow_tangent(
 ) -> jax.Array | None:
     """Return the tangent of attention weights, given the tangents of query, key and bias.
 
-    Its transpose computes the logits' cotangent in the dtype of the query. The usual derivative of
-    the matmul and the softmax would compute it in float32.
+    The transpose of this function computes the logits' cotangent in the dtype of the query. With
+    JAX's own derivative of the matmul, this cotangent would be float32.
     """
     (query, key, mask, bias), (dquery, dkey, _, dbias) = arrays, tangents
     terms = []

@@ -131,8 +131,8 @@ def alone(
         return compiled_alone(**static)(*arrays)
 
     def implementation(*arrays: jax.Array, **static: Any) -> Any:
-        # JAX's own check is disabled here. When it finds a NaN, jax.jit evaluates the primitive
-        # again without compiling it. This would call this function again, without end.
+        # JAX's own check is disabled here: if it finds a NaN, jax.jit evaluates the primitive again
+        # without compiling it. This calls `implementation` again, which is an endless recursion.
         with unchecked():
             with _disabling((False, False)):  # Primitives inside this one are not checked.
                 results = run(*arrays, **static)
@@ -142,7 +142,8 @@ def alone(
     return implementation
 
 
-# The checks for NaNs and for infinities that `unchecked` has disabled in JAX.
+# Two bools: True if `unchecked` has disabled JAX's check for NaNs; True if it has disabled JAX's
+# check for infinities.
 _disabled: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar(
     "disabled", default=(False, False)
 )
@@ -150,10 +151,10 @@ _disabled: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Disable JAX's own checks for NaNs and infinities in rules and in plain JAX code of jaxnorm.
+    """Disable JAX's own checks for NaNs and infinities in jaxnorm's rules and plain JAX code.
 
-    A loss saves -inf for masked rows, which the rules and the plain JAX code handle. JAX's checks
-    would raise an error for it. The results of primitives are still checked, by `check`.
+    A loss saves -inf for masked rows. The rules and the plain JAX code handle this -inf, but JAX's
+    checks would raise an error. `check` still checks the results of primitives.
     """
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     if not (nans or infs):
@@ -173,7 +174,7 @@ def _disabling(checks: tuple[bool, bool]) -> Iterator[None]:
 
 
 def check(name: str, names: Sequence[str], results: Sequence[Any]) -> None:
-    """Raise FloatingPointError if a result has a NaN or an infinity, and the user checks for it.
+    """Raise FloatingPointError if a result has a NaN or infinity for which the user checks.
 
     The user checks for NaNs with ``jax_debug_nans``, and for infinities with ``jax_debug_infs``.
     This function is called inside `unchecked`. It ignores results that have no value yet, and the
@@ -204,10 +205,10 @@ def _is_array(a: Any) -> bool:
 def _is_given(a: Any) -> bool:
     """Return True if `a` is None, or a JAX or NumPy array whose value is available.
 
-    The value of a tracer of `jax.grad` outside `jax.jit` is available, so the result is True for
-    it. If the result is True for all arrays of a call, the call is compiled. For such tracers, this
-    saves time: JAX caches the derivative of a compiled function, but traces the derivative of any
-    other function again at each call.
+    If the result is True for all arrays of a call, the call is compiled. A tracer of `jax.grad`
+    outside `jax.jit` has an available value. Compiling a call with such a tracer saves time: JAX
+    caches the derivative of a compiled function, but traces the derivative of any other function
+    again at each call.
 
     There is one exception. If JAX is configured to check for NaNs or infinities, the result is
     False for all tracers. In a compiled call, this check would raise an error for the -inf that a
@@ -248,7 +249,7 @@ def _is_concrete(kind: type) -> bool:
 def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the type of each value; for a value that is a tuple, the types of its elements.
 
-    The types are an additional static argument of the compiled function: `jax.jit` compares static
+    The types are an additional static argument of the compiled function. `jax.jit` compares static
     arguments by ``==``, which does not distinguish False from 0, or 1.0 from 1.
     """
     return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
@@ -264,8 +265,8 @@ _CONSTANTS = (
 def _is_constant(value: Any) -> bool:
     """Return True if a value, or each element of a tuple, can be a constant of a program.
 
-    An object of any other type might change after the call, such as an ``nnx.Param``: a compiled
-    program would continue to use its first value. A call with such an object is not compiled.
+    An object of any other type, such as an ``nnx.Param``, may change after the call, but a compiled
+    program would still use its first value. So a call with such an object is not compiled.
     """
     if isinstance(value, tuple):
         return all(map(_is_constant, value))

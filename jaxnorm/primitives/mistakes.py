@@ -13,8 +13,8 @@ def _named(ours: str, *others: str) -> dict[str, tuple[str, ...]]:
     return dict.fromkeys(others, tuple(ours.split(" or ")))
 
 
-# Maps names of arguments in other libraries to suggestions: names of our arguments with this
-# meaning. A suggestion may include a value. An error has the first one that fits the function.
+# Maps an argument's name in other libraries to suggestions: names of jaxnorm's arguments with the
+# same meaning, some with a value. An error shows the first suggestion that the function accepts.
 _MEANT = {
     **_named("epsilon", "eps", "norm_eps", "rms_norm_eps", "variance_epsilon"),
     **_named("where", "mask", "attention_mask", "attn_mask", "loss_mask", "padding_mask"),
@@ -51,7 +51,7 @@ _SPELLINGS = {
 def respelled[T](function: str, ours: Collection[str], options: Mapping[str, T]) -> dict[str, T]:
     """Return the options of a call, a dict, with documented names in place of other spellings.
 
-    Raise TypeError if the call has both spellings of an argument.
+    Raise TypeError if the call has an argument in both spellings.
     """
     result = dict(options)
     for other in _SPELLINGS.keys() & options.keys():
@@ -71,7 +71,8 @@ def explain(
     """Raise a better error than `error` if a call of a public function has one of two mistakes.
 
     If the function has no argument of a given name, the new error is a TypeError that suggests a
-    name. If the arrays that are passed by position are valid in another order, it says so.
+    name. If the arrays that are passed by position are valid in another order, the new error says
+    so.
     """
     name, ours = function.__name__, [*inspect.signature(function).parameters]
     for unknown in options.keys() - {*ours}:
@@ -111,8 +112,8 @@ def _order(
     """Return an order in which the arrays among `arguments` are valid arguments of the function.
 
     Element i of the result is the index of the argument to pass in place i. If several orders are
-    valid, the result exchanges as few arrays of the same shape and dtype as possible. If several
-    such orders remain, it moves as few arrays as possible. If none is valid, nothing is moved.
+    valid, the result is the one that exchanges the fewest arrays of the same shape and dtype and,
+    among these, moves the fewest arrays. If no order is valid, nothing is moved.
     """
     unchanged = range(len(arguments))
     given = [_abstract(a) for a in arguments]
@@ -129,8 +130,8 @@ def _order(
         equal = sum(a > b and a in arrays and given[a] == given[b] for a, b in pairs)
         return equal, sum(i != place for i, place in enumerate(order))
 
-    # The given order comes first. If it is valid here, the error does not depend on the order: it
-    # is about a value, or about a scale that is differentiated.
+    # The given order comes first. If this order is valid here, the user's error is not about the
+    # order, but about a value or a differentiated scale.
     for order in sorted(orders, key=changes):
 
         def ordered(values: Sequence[Any], more: Mapping[str, Any]) -> Any:

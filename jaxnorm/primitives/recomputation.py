@@ -1,11 +1,11 @@
 """Derivatives that save only a function's arguments, and recompute its intermediates.
 
 `recomputed(f, ...)` evaluates f. The backward pass recomputes f's intermediates from f's arguments.
-This needs an optimization barrier: otherwise, XLA would save the intermediates of the forward pass
-and use them in the backward pass. `jax.checkpoint` puts all arguments behind a barrier. In a loop
-over layers, this makes XLA copy the layer's slice of each stacked argument. (`prevent_cse` can
-exempt arguments from the barrier, but such a `jax.checkpoint` fails inside another one whose policy
-saves an argument: jax 0.11.2 to 0.12.0.1.)
+This needs an optimization barrier: without one, XLA saves the intermediates of the forward pass and
+uses them in the backward pass. `jax.checkpoint` puts all arguments behind a barrier. In a loop over
+layers, this makes XLA copy the layer's slice of each stacked argument. (`prevent_cse` can exempt
+arguments from the barrier, but such a `jax.checkpoint` fails inside another `jax.checkpoint` whose
+policy saves an argument: jax 0.11.2 to 0.12.0.1.)
 
 `recomputed` avoids these copies, because only a bool is behind the barrier. The bool is a constant,
 but a barrier hides its value from XLA. In f's derivative df, the argument x is replaced by
@@ -18,10 +18,10 @@ these arrays earlier::
     df(select(barrier(true, ct), x, 0), ...)^T(ct)          its transpose: the same primitive
 
 `linear_map` binds this primitive. Other JVP rules also call `linear_map`. If a rule computes ``dy =
-f(residuals, dx)`` in plain JAX, JAX saves the residuals of each operation in f, such as a cast copy
-of a residual. With `linear_map`, JAX saves only `residuals`, and f's intermediates are recomputed.
-`jax.checkpoint` around f has the same effect, but under ``jax_remat3`` it has no transpose
-(``RematTraced must implement transpose``, jax 0.11.2 to 0.12.0.1).
+f(residuals, dx)`` in plain JAX, JAX saves what the transpose of each operation in f needs, such as
+a cast copy of a residual. With `linear_map`, JAX saves only `residuals`, and f's intermediates are
+recomputed. `jax.checkpoint` around f has the same effect, but under ``jax_remat3`` it has no
+transpose (``RematTraced must implement transpose``, jax 0.11.2 to 0.12.0.1).
 
 `with_tangent` replaces the derivative of an array that has been computed before. All derivative
 rules for functions in plain JAX use it, instead of a `jax.custom_jvp` around the function, for two
@@ -63,9 +63,9 @@ def with_tangent(rule: tuple[Any, ...], y: jax.Array, *arrays: Any) -> jax.Array
       rule: a function and its first arguments, which are static. The function also takes y, the
         tuple `arrays`, and a tuple of their tangents, in which None stands for a zero. It returns
         y's tangent, or None for a zero. It gets the y that `with_tangent` returns, not the argument
-        y. Otherwise, JAX would save both arrays, although they are equal.
+        y: if it used the argument, JAX would save both arrays, although they are equal.
       y: an array.
-      arrays: the arrays from whose tangents the tangent of y is computed; some may be None.
+      arrays: arrays, from whose tangents y's tangent is computed; some may be None.
     """
     del rule, arrays
     return y
@@ -89,17 +89,17 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 
     The backward pass recomputes f's intermediates twice: for the gradients of `rows`, and for the
     gradients of `arrays`. Each of the two recomputations has its own bool behind the barrier (see
-    the module's docstring). With a single bool, both kinds of gradients would use the same
-    intermediates. XLA would then compute expensive intermediates, such as gelu's tanh, in one
-    kernel and store them in float32 for another kernel.
+    the module's docstring). With a single bool, both kinds of gradients use the same intermediates.
+    XLA then computes expensive intermediates, such as gelu's tanh, in one kernel, and stores them
+    in float32 for another kernel.
 
     f's effects, such as `jax.debug.print`, happen once: derivatives leave them out. This is not
     possible for an `io_callback` with a result, for a write to a `Ref`, and for an effect inside of
     a `jax.jit` in f. If f has such an effect, JAX differentiates f and saves its intermediates.
 
     Args:
-      f: function of arrays. XLA recomputes only intermediates that f computes from the first of
-        `rows`. It may save others.
+      f: function of arrays. XLA recomputes only intermediates that f computes from ``rows[0]``. It
+        may save others.
       rows, arrays: arrays of any dtypes.
     """
     traced = jax.make_jaxpr(f)(*rows, *arrays)
@@ -122,14 +122,15 @@ def _tangent(
 ) -> jax.Array | None:
     """Return the tangent of a program's result, as a sum of two terms.
 
-    One term is for the tangents of ``arrays[start:end]``, the rows. The other is for all others.
+    One term is for the tangents of ``arrays[start:end]``, the rows. The other term is for the
+    tangents of all other arrays.
     """
     terms = []
     for of_rows in (True, False):
         chosen = [t is not None and (start <= i < end) is of_rows for i, t in enumerate(tangents)]
         if any(chosen):
             f = functools.partial(_tangent_of_some, jaxpr, chosen, start, of_rows)
-            # Give the two terms different bools, because XLA would merge two equal barriers.
+            # Give the two terms different bools, because XLA merges equal barriers.
             residuals = [*arrays, np.bool_(of_rows)]
             terms.append(linear_map(f, residuals, *_partition(chosen, tangents)[0], waiting=1))
     return functools.reduce(jnp.add, terms) if terms else None
@@ -174,9 +175,9 @@ def linear_map(
       residuals: arrays of any dtypes.
       tangents: the arrays in which f is linear.
       waiting: the number of residuals, counted from the last one, that are behind a barrier in the
-        transpose. Whatever the transpose computes from them, it computes after the cotangent is
-        available. Intermediates of the other residuals are not always recomputed: XLA may store and
-        reuse the intermediates of the forward pass.
+        transpose. Arrays that depend on these residuals are computed after the cotangent is
+        available. Arrays that depend only on other residuals are not always recomputed: XLA may
+        store and reuse those of the forward pass.
     """
     (result,) = _bind(f, residuals, tangents, waiting, transposed=False)
     return result
@@ -205,10 +206,10 @@ def _bind(
     waiting: int,
     transposed: bool,
 ) -> list[jax.Array]:
-    """Trace f, remove equations and operands that its results do not need, and bind the primitive.
+    """Trace f, remove equations and operands that f's results do not need, and bind the primitive.
 
     `along` are the arrays in which f is linear. If `transposed` is True, f's effects are kept: they
-    belong to custom backward passes, which run only in a transpose.
+    come from custom backward passes, which run only in a transpose.
     """
     traced = jax.make_jaxpr(f)(*residuals, *along)
     operands = (*traced.consts, *residuals)
@@ -245,8 +246,8 @@ def _without_effects(jaxpr: Any) -> Any:
 def _has_effects(program: ClosedJaxpr) -> bool:
     """Return True if a program has effects that `_without_effects` does not remove.
 
-    JAX also regards the use of an axis of `jax.vmap` or `jax.shard_map` as an effect. Such a use
-    may be repeated, so it does not count.
+    JAX also regards the use of an axis name of `jax.vmap` or `jax.shard_map` as an effect. Such an
+    effect may be repeated, so it does not count.
     """
     equations = _without_effects(program.jaxpr).eqns
     kinds = {type(effect).__name__ for equation in equations for effect in equation.effects}
@@ -281,8 +282,8 @@ def _transpose(
     if all(isinstance(ct, ad.Zero) for ct in cotangents):
         return [None] * len(operands)
     residuals, along = _split(operands, len(operands) - count)
-    # JAX may transpose with respect to some tangents only. The values of the other tangents are
-    # known, but have no effect on the transpose.
+    # JAX may transpose with respect to some tangents only. The other tangents are then known
+    # arrays, whose values have no effect on the transpose.
     wanted = [ad.is_undefined_primal(a) for a in along]
     undefined, known = _partition(wanted, along)
 
@@ -358,11 +359,11 @@ def _split(arrays: Sequence[Any], *at: int) -> list[tuple[Any, ...]]:
 
 
 def _partition(chosen: Sequence[bool], arrays: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Split a sequence into the elements for which `chosen` is True, and the others."""
+    """Return two tuples: the elements for which `chosen` is True, and the other elements."""
     return tuple(tuple(a for c, a in zip(chosen, arrays) if c is kind) for kind in (True, False))
 
 
 def _merge(chosen: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Merge two sequences into one, in the order given by `chosen`: the inverse of `_partition`."""
+    """Merge two sequences into one, in the order of `chosen`: the inverse of `_partition`."""
     sources: dict[bool, Iterator[Any]] = {True: iter(some), False: iter(others)}
     return [next(sources[c]) for c in chosen]

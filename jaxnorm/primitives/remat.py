@@ -49,7 +49,7 @@ _SAVED_NAMES = sorted(
 #: and other results per row that the derivative needs), but not the logits. Two named arrays are
 #: not saved: a softmax's output, which is as large as the attention matrix
 #: (``jaxnorm_softmax_out``), and the input of the activation of ``rms_norm_linear``
-#: (``jaxnorm_preactivation``). To save these, or arrays that you name, pass all of the names to
+#: (``jaxnorm_preactivation``). To save these two, or arrays that you name, pass all names to
 #: :func:`jax.checkpoint_policies.save_only_these_names`, or combine two policies with
 #: :func:`jax.checkpoint_policies.save_from_both_policies`.
 #:
@@ -64,10 +64,11 @@ def names(call: Call) -> list[str | None]:
     Three kinds of results have names:
 
     - The outputs of norms and softmaxes. If a norm is a step of another function, such as
-      rms_norm_linear, its output has no name, because it is not a result of that function.
+      rms_norm_linear, the norm's output has no name, because that function does not return it.
     - Row statistics, and other results with one number per row, such as a loss. Derivatives may
       need them, and they are cheap to save.
-    - The sum h, if the backward pass reads h. Otherwise, recomputing h is cheaper than saving it.
+    - The sum h, if the backward pass reads h. If it does not, recomputing h is cheaper than saving
+      it.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}

@@ -7,18 +7,18 @@ Each public function has three primitives. For RMSNorm, these are::
     jaxnorm.rms_norm_tangent     y, rstd, scale | dx, dscale
     jaxnorm.rms_norm_backward    y, rstd, scale | dy
 
-The operands before the bar are the residuals. If the output is saved, x is not among them. The JVP
-rule of the forward primitive binds the tangent primitive. The tangent and the backward primitive
-are linear in the operands after the bar, and each is the transpose of the other. This gives reverse
-mode, forward mode and mixtures of both. Second-order derivatives also need the derivatives of the
-tangent and the backward pass with respect to the residuals. Plain JAX (the xla implementation)
-computes them.
+The operands before the bar are the residuals. Here, the output y is saved, so x is not a residual.
+The JVP rule of the forward primitive binds the tangent primitive. The tangent and the backward
+primitive are linear in the operands after the bar, and each is the transpose of the other. This
+gives reverse mode, forward mode and mixtures of both. Second-order derivatives also need the
+derivatives of the tangent and the backward pass with respect to the residuals. Plain JAX (the xla
+implementation) computes them.
 
 The implementation is chosen when a primitive is lowered, not when a call is traced. During tracing,
 the platform is unknown (the program may run on the CPU of a GPU machine, or be lowered for another
 machine). It is also unknown how many devices the program uses, and whether it is exported. Because
-of the late choice, a machine without a GPU never imports or traces a GPU kernel, and programs that
-cannot contain a kernel get plain JAX.
+of this choice at lowering, a machine without a GPU never imports or traces a GPU kernel, and
+programs that cannot contain a kernel get plain JAX.
 """
 
 import functools
@@ -91,10 +91,11 @@ class _RowRules(Rules[Call]):
         if name == "xla":
             # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions.
             # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the
-            # computation of attention's mask. On a CPU, the reshape would prevent XLA's loops from
-            # writing results into the buffers of their operands. Arrays stay as they are if they
-            # are sharded, or would have to be transposed before the reshape. So do the arrays of
-            # calls with separate parameters for groups of rows, a logits bias, or rotary tables.
+            # computation of attention's mask. Arrays stay as they are in a softmax on a CPU, where
+            # the reshape would prevent XLA's loops from writing results into the buffers of their
+            # operands; in a causal softmax; if they are sharded; if the reshape would need a
+            # transpose; or if the call has separate parameters for groups of rows, a logits bias,
+            # or rotary tables.
             view, on_cpu = call.view, platforms[0] == "cpu"
             natural = view.moved or view.has_groups or view.logits_bias or view.table
             stays = call.spec.is_softmax and (on_cpu or call.spec.softmax.causal)
@@ -139,7 +140,8 @@ class _RowRules(Rules[Call]):
     def derived(self, call: Call, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_stats, operation = call.with_stats(), call.spec.operation
         arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.returns, outputs))
-        # The saved array must be the result itself: a reshaped or cast copy would take memory too.
+        # The saved array must be the operand or result itself: a reshaped or cast copy would take
+        # memory too.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
         nonzeros = nonzero([(name, tangent_of[name]) for name in call.differentiable])
@@ -214,9 +216,9 @@ class _RowRules(Rules[Call]):
         """Transpose a norm's tangent pass by adding to JAX's gradient accumulators.
 
         In ``h = x + r; y = norm(h)``, the norm's operand is h. When the norm is transposed, h's
-        accumulator already has the cotangent of the residual branch. The backward kernel takes that
-        cotangent as its operand dh, and writes the sum of dh and the norm's own gradient. This
-        avoids a separate addition, which would read two arrays of h's size and write one.
+        accumulator already has the cotangent of the residual branch. The backward kernel takes this
+        cotangent as its operand dh, and writes the sum of dh and the norm's own gradient. A
+        separate addition would read two arrays of h's size and write one.
         """
         residuals, accumulators = operands[: call.residuals], operands[call.residuals :]
         wanted = {
@@ -226,8 +228,8 @@ class _RowRules(Rules[Call]):
         knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
         moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
         adds = knows and moves and call.spec.operation.may_add_dh and "h" not in call.returns
-        # Do not add if the implementation that the user requested cannot add in its kernel. The
-        # call must not fail because of an addition that the user did not request.
+        # If the user requested an implementation whose kernel cannot add dh, leave the addition to
+        # JAX. The call must not fail because of an addition that the user did not request.
         if adds and call.implementation is not None:
             adds = call.backward(call.wrt, ("y", "h")).refusal(call.implementation) is None
         if adds:

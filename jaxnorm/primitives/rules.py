@@ -83,8 +83,9 @@ class Kernel:
 
     Attributes:
       run: the function.
-      failed: a function that records an error of the lowering. `Rules.lowered` then returns
-        another function for the pass. If the user requested the kernel, `failed` raises an error.
+      failed: a function that takes an error of the lowering and records it. `Rules.lowered` then
+        returns another function for the pass. If the user requested the kernel, `failed` raises an
+        error instead.
     """
 
     run: Run
@@ -99,7 +100,7 @@ class Rules[P: Pass]:
 
     There are two families. One consists of the softmaxes, losses and norms. The other consists of
     the linear losses, whose logits are the result of a matmul. Each family has a subclass of this
-    class. It defines all of the following attributes as methods, except `static`:
+    class, which defines the following attributes. All but `static` are methods:
 
     Attributes:
       types: takes a pass and the types of its operands; returns the types of the results.
@@ -116,7 +117,7 @@ class Rules[P: Pass]:
       shards: takes a pass, a function ``run(call, *arrays)`` that computes it on the shards of one
         device, the types of the arrays and the mesh; returns the sharding of the arrays, and the
         function that each device runs.
-      factors: returns Shardy's sharding rule: how the shardings of a pass's arrays are related.
+      factors: returns Shardy's sharding rule, which relates the shardings of a pass's arrays.
 
       static: name of the primitive's parameter that has the call as its value.
     """
@@ -142,9 +143,9 @@ class Rules[P: Pass]:
     ) -> tuple[list[jax.Array], list[int | None]]:
         """Batch a call. A result that depends on no batched operand gets no batch axis.
 
-        An example is the sum h of a norm whose scale is batched. If a pass can compute these
-        results without the others, it runs once, without the batch. Otherwise, the batched call
-        computes them for each batch element, and only those of the first element are used.
+        An example is the sum h of a norm whose scale is batched. If a pass can compute such results
+        alone, it runs once, without the batch. If not, the batched call computes them for each
+        batch element, and only the results of the first element are used.
         """
         shapes = [
             (*a.shape[:d], *a.shape[d + 1 :]) if d is not None else a.shape
@@ -174,9 +175,9 @@ class Rules[P: Pass]:
         return results, [None if is_free else 0 for is_free in free]
 
     def _needs(self, call: P, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
-        """Return a list for each result: for each operand, True if the result depends on it."""
+        """Return a list of bools for each result: True for the operands on which it depends."""
         avals = [jax.ShapeDtypeStruct(*of_operand) for of_operand in types]
-        # The call runs on whole arrays here, whatever mesh the caller has set.
+        # Trace the call for unsharded arrays, whatever mesh the caller has set.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             jaxpr = jax.make_jaxpr(functools.partial(self.plain_jax, call))(*avals).jaxpr
         every = range(len(jaxpr.outvars))
@@ -227,9 +228,9 @@ class Rules[P: Pass]:
     def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:
         """Return True if XLA's partitioner may need our partitioning rule for this call.
 
-        The rule can be used only if the devices are known when the program is lowered. With the
-        rule, programs for an `AbstractMesh` or with several meshes would fail. So the rule is used
-        only if it may be needed.
+        The rule needs the list of devices when a program is lowered, so programs for an
+        `AbstractMesh` or with several meshes fail with the rule. Therefore it is used only if it
+        may be needed.
         """
         return (
             jax.device_count() > 1
@@ -415,8 +416,8 @@ def _of_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a JVP rule so that it ignores the tangents of constants.
 
     In forward mode with ``jax_remat3``, these tangents are arrays of zeros. The tangent of
-    ``logits_scale`` is then 0, or NaN if the user differentiates the scale. It is added to the
-    tangents of all results, so a NaN makes them NaN.
+    ``logits_scale`` is then 0, or NaN if the user differentiates the scale. This rule adds it to
+    the tangents of all results, so a NaN makes all of them NaN.
     """
 
     def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -494,9 +495,9 @@ in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
 def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context that enables 64-bit types if one of the arrays has a 64-bit dtype.
 
-    `arrays` may also be abstract values. JAX lowers, differentiates or batches a primitive after
-    the call that bound it. By then, the caller may have left `jax.enable_x64`, and
-    `astype(float64)` would give float32.
+    `arrays` may also be abstract values. JAX lowers, differentiates or batches a primitive after it
+    was bound. By then, the caller may have left `jax.enable_x64`, and `astype(float64)` would give
+    float32.
     """
     if jax.config.jax_enable_x64:
         return contextlib.nullcontext()
