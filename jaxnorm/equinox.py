@@ -358,7 +358,7 @@ def _is_left_to_equinox(norm: Any, x: Any) -> bool:
 
 
 def auto_remat[**P, T](fun: Callable[P, T], *, budget: int | float | None = None) -> Callable[P, T]:
-    """Return a function with a derivative that saves as few arrays as possible.
+    """Return the same function, with a derivative that saves as few arrays as possible.
 
     This function applies :func:`jaxnorm.auto_remat` to functions that are modules, as
     ``eqx.filter_checkpoint`` applies ``jax.checkpoint``. So the arrays in ``fun`` itself are also

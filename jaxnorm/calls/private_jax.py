@@ -136,8 +136,8 @@ def is_in_a_loop() -> bool:
     """Return True if JAX traces the body of a loop, such as `jax.lax.scan`, at the moment.
 
     The function searches the call stack for JAX's module of loops. If JAX moves this module, the
-    result is False. `auto_remat` of a layer then uses an optimization barrier in the loop over
-    layers, which costs time, but changes no result.
+    result is always False, and `auto_remat` of a layer in a loop adds an optimization barrier that
+    is not needed. This costs time, but changes no result.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -210,7 +210,8 @@ class LossRules(Rules[LinearLossCall]):
         # of d stay in order.
         of_weight = [name for name in sum(stored, ()) if name not in features]
         for name in (*of_weight, *reversed(features)):
-            # Shard the first row axis whose size is a multiple of the number of shards.
+            # Shard one row axis over the mesh axis `name`: the first one whose size is a multiple
+            # of its number of shards, including those that `name` adds.
             splits = ((*names, name) for names in rows)
             divides = [not n % _devices(mesh, names) for n, names in zip(x.shape, splits)]
             if any(divides) and name not in (*sum(rows, ()), *classes):

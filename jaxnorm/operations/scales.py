@@ -63,7 +63,7 @@ def of_logits(
 
 
 def of_softmax(function: str, value: Any, rows: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Check a softmax's array ``scale``, which must be a scalar, and broadcast it to `rows`.
+    """Check that ``scale`` of a softmax is a scalar array, and broadcast it to `rows`.
 
     `rows` is the shape of x without the normalised axes.
     """

@@ -174,9 +174,9 @@ def _disabling(checks: tuple[bool, bool]) -> Iterator[None]:
 
 
 def check(name: str, names: Sequence[str], results: Sequence[Any]) -> None:
-    """Raise FloatingPointError if a result has a NaN or infinity for which the user checks.
+    """Raise FloatingPointError if a result has a NaN or an infinity for which a check is enabled.
 
-    The user checks for NaNs with ``jax_debug_nans``, and for infinities with ``jax_debug_infs``.
+    ``jax_debug_nans`` enables the check for NaNs, and ``jax_debug_infs`` the one for infinities.
     This function is called inside `unchecked`. It ignores results that have no value yet, and the
     infinities of the statistic ``log_sum``.
 

@@ -71,9 +71,9 @@ class Pass(Protocol):
     def backward(self, wrt: tuple[str, ...]) -> Self: ...
 
     def without_unused(self, used: Sequence[bool]) -> Self:
-        """Return a pass that does not compute unused results, as far as possible.
+        """Return a pass that leaves out as many of the unused results as it can.
 
-        `used` has a bool for each result.
+        `used` has a bool for each result: True if it is used.
         """
 
 
@@ -402,8 +402,8 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a rule to JAX's interface, as `as_jax_calls` does, and change settings while it runs.
 
-    If an array has a 64-bit dtype, 64-bit types are enabled. JAX's checks for NaNs and infinities
-    are disabled, but the results of primitives are still checked.
+    If an argument has a 64-bit dtype, 64-bit types are enabled. JAX's own checks for NaNs and
+    infinities are disabled; `eager.check` checks the results of primitives instead.
     """
     return as_jax_calls(eager.unchecked()(with_wide_types(rule)))
 

@@ -24,7 +24,8 @@ _RATES = {
 }
 _OTHER_RATES = (600e12, 3.0e12)
 
-# XLA fuses elementwise operations. The assumption is that one in this many stores its result.
+# XLA fuses elementwise operations, reductions and functions of rows. Their costs assume that only
+# one in _FUSED of them accesses memory.
 _FUSED = 8
 # If there is no budget, an array is saved only if its recomputation, unfused, moves more than this
 # many bytes for each byte of the array.

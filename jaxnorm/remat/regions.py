@@ -6,8 +6,9 @@ the program, and separates the equations that depend on tangents from all others
 
     forward pass     evaluates the equations that do not depend on tangents, and returns the
                      outputs and the saved values
-    derivative       calls `linear_program` for each segment. A call gets saved values and
-                     arguments, computes the other residuals again, and then the tangents
+    derivative       calls `linear_program` for each segment (see `segments`). A call takes saved
+                     values, inputs of the region, and tangents. It recomputes the other values that
+                     the segment needs, and then computes the segment's tangents
 
 JAX saves the operands of these calls and nothing else. Their transposes are the backward pass.
 Because `linear_program` is an ordinary linear primitive, forward mode, higher derivatives,

@@ -1,4 +1,4 @@
-"""Segments: consecutive parts of a program without loops, such as unrolled layers.
+"""Segments: consecutive parts of a program that is not inside a scan, such as unrolled layers.
 
 XLA can run all recomputation of an unrolled model at the beginning of the backward pass, and then
 holds the recomputed arrays of all layers in memory. To prevent this, the program is split where

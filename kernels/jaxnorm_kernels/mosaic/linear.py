@@ -286,9 +286,9 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
     """Return shared memory for tiles of ``arrays[0]``, in the layout of the matrix instructions.
 
     `shape` is the shape of the returned memory. Its layout has the widest swizzle that fits, up to
-    128 bytes. A swizzle of n bytes fits if n divides the bytes of a row of the tile, and the bytes
-    of a row of each of `arrays`. If two arrays must have the same swizzle, the caller passes both,
-    and calls this function once for each of them.
+    128 bytes. A swizzle of n bytes fits if n divides the size in bytes of the last axis of `shape`,
+    and of the last axis of each of `arrays`. `arrays` also has the other operand of the matmul,
+    whose memory needs the same swizzle. Another call, with this operand first, makes that memory.
     """
     dtype = arrays[0].dtype
     swizzle = math.gcd(

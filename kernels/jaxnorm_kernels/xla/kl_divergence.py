@@ -210,7 +210,9 @@ def _sums(first: _Depths, second: _Depths, spec: Spec) -> list[jax.Array]:
 
 
 class _Distributions(NamedTuple):
-    """The student's distribution, and derivatives of the divergence, as arrays of x's shape.
+    """The student's probabilities, and what the gradient with respect to its logits needs.
+
+    Arrays have x's shape, or broadcast to it.
 
     Attributes:
       q: the probabilities of the student.
