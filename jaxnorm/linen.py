@@ -1,7 +1,6 @@
 """Flax linen modules: drop-in replacements of norms, and an attention function.
 
-For the backward pass, the norms, and the softmax in the attention function, save their outputs
-instead of their inputs.
+Norms, and the softmax of attention, save their outputs for the backward pass, not their inputs.
 """
 
 import contextlib

@@ -42,16 +42,16 @@ SHAPES = {"GroupNorm": (3, 5, 4, 12), "LayerNorm": (4, 5, 16), "RMSNorm": (4, 5,
 class Module(NamedTuple):
     """A norm class of a library."""
 
-    library: Any
+    framework: Any
     name: str
 
     @property
     def ours(self):
-        return getattr(self.library.ours, self.name)
+        return getattr(self.framework.ours, self.name)
 
     @property
     def theirs(self):
-        return getattr(self.library.theirs, self.name)
+        return getattr(self.framework.theirs, self.name)
 
     def data(self, dtype="float32", seed=0):
         return normal(SHAPES[self.name], seed, dtype)
@@ -62,12 +62,12 @@ class Module(NamedTuple):
             fields = {"num_groups": 4} | fields
         sizes = {1: 5, (1, 2): 80}
         width = sizes.get(fields.get("feature_axes"), SHAPES[self.name][-1])
-        return self.library.make(kind, width, **fields)
+        return self.framework.make(kind, width, **fields)
 
     def run(self, kind, x=None, **fields):
         """Return the parameters of such a norm, and a function of them, x and a call's options."""
         x = self.data() if x is None else x
-        return self.library.functional(self.made(kind, **fields), x=x)
+        return self.framework.functional(self.made(kind, **fields), x=x)
 
     def both(self, x=None, *, fields=None, **added):
         """Return parameters, and the functions of ours and theirs. `added` are fields of ours."""
@@ -87,7 +87,7 @@ MODULES = {
 
 
 def each(*libraries, names=tuple(SHAPES)):
-    chosen = {n: m for n, m in MODULES.items() if m.library.name in libraries and m.name in names}
+    chosen = {n: m for n, m in MODULES.items() if m.framework.name in libraries and m.name in names}
     return pytest.mark.parametrize("module", chosen.values(), ids=list(chosen))
 
 
@@ -137,9 +137,9 @@ OF_EQUINOX = {"epsilon", "param_dtype", "use_scale", "use_bias", "scale_init", "
 
 
 def known(module):
-    if module.library.name == "equinox":
+    if module.framework.name == "equinox":
         return OF_EQUINOX
-    if module.library.name == "linen":
+    if module.framework.name == "linen":
         return {f.name for f in dataclasses.fields(module.theirs)}
     return {*inspect.signature(module.theirs.__init__).parameters}
 
@@ -211,7 +211,7 @@ def test_gradients(name, fields, save, dtype):
         reference.assert_as_accurate(found, of_flax(parameters, x, d), exactly)
         return
     rows = [a.reshape(-1, a.shape[-1]) for a in (x, d, y, dx)]
-    epsilon = fields.get("epsilon", 1e-5 if module.library.name == "equinox" else 1e-6)
+    epsilon = fields.get("epsilon", 1e-5 if module.framework.name == "equinox" else 1e-6)
     assert_norm_within_bounds(
         *(module.name, epsilon, *rows[:2], parameters, *rows[2:], gradients, save)
     )
@@ -226,10 +226,10 @@ def test_what_is_left_to_flax(module):
     parameters, ours, theirs = module.both()
     x = module.data()
     # The nnx modules cast integers to floats and run our code.
-    dtypes = ["complex64", *(["int32"] if module.library.name == "linen" else [])]
+    dtypes = ["complex64", *(["int32"] if module.framework.name == "linen" else [])]
     for a, options in ((x, {"mask": x > 0}), *((x.astype(dtype), {}) for dtype in dtypes)):
         assert_same(ours(parameters, a, **options), theirs(parameters, a, **options))
-    if module.library.name == "linen":
+    if module.framework.name == "linen":
         made, expected = (
             module.made(kind)().init(jax.random.key(1), x, mask=x > 0)
             for kind in (module.ours, module.theirs)
@@ -258,7 +258,7 @@ def test_signatures_are_flax_s_and_jaxnorm_s(module):
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     assert call(ours) == [*call(theirs), *([] if is_group else [("residual", keyword)])]
-    if module.library.name == "linen":
+    if module.framework.name == "linen":
 
         def described(module):
             return {f.name: (f.default, f.init) for f in dataclasses.fields(module)}
@@ -296,7 +296,7 @@ def test_parameters_of_flax_load(module):
     trained, theirs = module.run(module.theirs, **fields)
     empty, ours = module.run(module.ours)
     x = module.data()
-    if module.library.name == "linen":
+    if module.framework.name == "linen":
         stored = flax.serialization.to_bytes(trained)
         loaded = flax.serialization.from_bytes(empty, stored)
     else:
@@ -592,9 +592,9 @@ def test_one_kernel_each_way_over_all_rows(module):
     "fields", [f for f in FIELDS if {*f} <= OF_EQUINOX], ids=lambda f: "-".join(f) or "default"
 )
 def test_a_converted_norm_is_one_that_was_made(module, fields):
-    norm = module.library.make(module.theirs, (3, 4), **fields)
+    norm = module.framework.make(module.theirs, (3, 4), **fields)
     converted = jaxnorm.equinox.convert(norm, save="input", implementation="xla")
     options = {"save": "input", "implementation": "xla"}
-    made = module.library.make(module.ours, (3, 4), **fields, **options)
+    made = module.framework.make(module.ours, (3, 4), **fields, **options)
     assert jax.tree.structure(converted) == jax.tree.structure(made)
     assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(norm)))

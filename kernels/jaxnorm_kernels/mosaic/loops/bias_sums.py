@@ -5,7 +5,7 @@ rows of dz, the gradient of the logits. A block processes the rows of dz one aft
 accumulates the sum in registers, and stores the sum once. If there are many rows, several blocks
 split the work. Each of them stores a float32 sum, and XLA adds the sums of the blocks. If all rows
 of a tile use the same row of the bias, a block stores one sum for each row of the tile, and XLA
-adds these sums, too.
+also adds these sums.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Exchange of statistics between the warps that share a strip, in a block or in a cluster.
 
-Each warp has statistics of its own columns, for each inner element. It writes them to shared
+For each inner element, a warp computes statistics of its own columns. It writes them to shared
 memory, and then every warp of the block merges the statistics of all warps. In a cluster, each
 block sends its merged statistics to all blocks, and each block then merges the statistics of all
 blocks (see `TransactionBarriers`).

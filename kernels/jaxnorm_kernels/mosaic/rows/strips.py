@@ -510,8 +510,8 @@ def group_sum(stat: Stat, start: Any, strips: StripSchedule, scratch: Ref) -> St
         return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
 
     # `count` is the maximum number of groups that overlap a thread's vector of v elements. The
-    # vector starts at a multiple of v along the inner axis. So if v divides the group size, the
-    # vector lies in one group. If the group size divides v, the vector consists of complete groups.
+    # vector starts at a multiple of v along the inner axis. So it overlaps one group if the group
+    # size is a multiple of v, and consists of complete groups if v is a multiple of the group size.
     is_even = group % v == 0 or v % group == 0
     count, f32 = max(1, v // group) if is_even else (v - 1) // group + 2, ir.F32Type.get
 
