@@ -1,5 +1,6 @@
 """The kernel that fuses a norm with the next matmul: interpreted, lowered, compiled for an H100."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -113,39 +114,35 @@ def check(spec, schedule=None, params=None):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
-# With these sizes, tiles are partial along the rows, the columns, the features, or all of them. The
-# loop over tiles of columns has only one step, or fewer steps than the pipeline has stages. Some
-# numbers of columns are not divisible by the width of any swizzle (a layout of shared memory), so
-# the kernel copies tiles in another way.
-SIZES = [
-    (128, 256, 128, None),
-    (136, 64, 128, F32),
-    (64, 40, 128, None),
-    (8, 128, 264, F32),
-    (200, 200, 136, F32),
-    (8, 8, 8, F32),
-    (8, 72, 8, None),
-]
-
-
-@pytest.mark.parametrize(("rows", "cols", "features", "scale"), SIZES, ids=str)
-def test_sizes(rows, cols, features, scale):
-    check(make_spec(rows, cols, features, scale_dtype=scale, bias_dtype=F32), SMALL)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("sizes", "dtype", "options", "schedule"),
     [
-        (BF16, {"scale_dtype": BF16, "scale_offset": 1.0, "activation": "gelu"}),
-        (F16, {"scale_dtype": F16, "scale_offset": 1.0, "bias_dtype": BF16}),
-        (F16, {"bias_dtype": F16, "activation": "silu", "y_dtype": F32}),
-        (BF16, {"scale_dtype": F16, "weight_dtype": F32, "activation": "relu", "y_dtype": F32}),
-        (BF16, {"y_dtype": F16, "activation": "leaky_relu", "epsilon": 0.25}),
+        # With these sizes, tiles are partial along the rows, the columns, the features, or all of
+        # them. The loop over tiles of columns has only one step, or fewer steps than the pipeline
+        # has stages. Some numbers of columns are not divisible by the width of any swizzle (a
+        # layout of shared memory), so the kernel copies tiles in another way.
+        ((128, 256, 128), BF16, {"bias_dtype": F32}, SMALL),
+        ((136, 64, 128), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
+        ((64, 40, 128), BF16, {"bias_dtype": F32}, SMALL),
+        ((8, 128, 264), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
+        ((200, 200, 136), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
+        ((8, 8, 8), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
+        ((8, 72, 8), BF16, {"bias_dtype": F32}, SMALL),
+        *(
+            ((72, 136, 144), dtype, options, None)
+            for dtype, options in [
+                (BF16, {"scale_dtype": BF16, "scale_offset": 1.0, "activation": "gelu"}),
+                (F16, {"scale_dtype": F16, "scale_offset": 1.0, "bias_dtype": BF16}),
+                (F16, {"bias_dtype": F16, "activation": "silu", "y_dtype": F32}),
+                (BF16, {"scale_dtype": F16, "weight_dtype": F32, "activation": "relu"}),
+                (BF16, {"y_dtype": F16, "activation": "leaky_relu", "epsilon": 0.25}),
+            ]
+        ),
     ],
     ids=str,
 )
-def test_dtypes_and_options(dtype, options):
-    check(make_spec(72, 136, 144, dtype, **options))
+def test_values(sizes, dtype, options, schedule):
+    check(make_spec(*sizes, dtype, **options), schedule)
 
 
 @pytest.mark.parametrize(("blocks", "stages"), [(1, 2), (3, 3)])
@@ -167,22 +164,37 @@ def special_rows(x):
 
 # NumPy warns in the reference, because it computes with NaN and infinities.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
-def test_rows_keep_to_themselves(dtype, scale):
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "scale", "context"),
+    [
+        *(
+            ((16, 72, 40), dtype, scale, mosaic.interpreted)
+            for dtype, scale in [(BF16, F32), (F16, F32), (BF16, None)]
+        ),
+        *(
+            pytest.param(
+                (264, 1024, 520), dtype, F32, contextlib.nullcontext, marks=pytest.mark.gpu
+            )
+            for dtype in (BF16, F16)
+        ),
+    ],
+    ids=str,
+)
+def test_rows_keep_to_themselves(sizes, dtype, scale, context):
     """Rows with NaN or infinities have the same result as rms_norm followed by a matmul.
 
     They do not affect other rows.
     """
-    spec = make_spec(16, 72, 40, dtype, scale_dtype=scale, bias_dtype=F32, y_dtype=F32)
+    spec = make_spec(*sizes, dtype, scale_dtype=scale, bias_dtype=F32, y_dtype=F32)
     x, *parameters = arrays_of(spec)
     special = special_rows(x)
-    with mosaic.interpreted():
+    with context():
         y = run(spec, x, *parameters)
         changed = run(spec, special, *parameters)
-    ordinary = np.array([0, 5, *range(7, 16)])
+    ordinary = np.array([0, 5, *range(7, spec.rows)])
     np.testing.assert_array_equal(changed[ordinary], y[ordinary])
     assert jnp.isnan(changed[np.array([1, 2, 4])]).all()
-    of_zeros = np.broadcast_to(exact(parameters[-1]), (1, 40))
+    of_zeros = np.broadcast_to(exact(parameters[-1]), (1, spec.features))
     np.testing.assert_array_equal(changed[3:4], of_zeros.astype(np.float32))
     expected = reference(spec, special[6:7], *parameters)
     assert_within(changed[6:7], expected.y, expected.y_bound())
@@ -219,20 +231,14 @@ def by_name(x, weight, scale, bias):
 GELU = make_spec(24, 64, 136, scale_dtype=F32, bias_dtype=F32, activation="gelu")
 
 
-def test_leading_axes():
-    x, *parameters = arrays_of(GELU)
-    with mosaic.interpreted():
-        y = jax.jit(by_name)(x.reshape(3, 8, 64), *parameters)
-    assert y.shape == (3, 8, 136)
-    check_result(GELU, [x, *parameters], y.reshape(24, 136))
-
-
 @pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
 def test_vmap(in_axes):
     """`jax.vmap` over x, or over a parameter, gives a loop over the batch elements."""
+    x, *parameters = arrays_of(dataclasses.replace(GELU, rows=8))
+    x = x.reshape(2, 4, 64)  # with two leading axes
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
-        for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
+        for a, axis in zip([x, *parameters], in_axes)
     ]
     with mosaic.interpreted():
         batched = jax.jit(jax.vmap(by_name, in_axes))(*arrays)
@@ -240,6 +246,8 @@ def test_vmap(in_axes):
         for i, y in enumerate(batched):
             of_one = [a if n is None else jnp.take(a, i, n) for a, n in zip(arrays, in_axes)]
             np.testing.assert_array_equal(y, one(*of_one))
+            flat = one(of_one[0].reshape(8, 64), *of_one[1:])
+            np.testing.assert_array_equal(y.reshape(8, 136), flat)
 
 
 def test_its_derivative_is_the_composition_s():
@@ -343,15 +351,9 @@ COMPILED = [
 
 def types_of(spec):
     parameters = [((spec.cols,), spec.scale_dtype), ((spec.features,), spec.bias_dtype)]
-    return [
-        jax.ShapeDtypeStruct((spec.rows, spec.cols), spec.x_dtype),
-        jax.ShapeDtypeStruct((spec.cols, spec.features), spec.weight_dtype),
-        *[
-            None if dtype is None else jax.ShapeDtypeStruct(*a)
-            for a in parameters
-            for dtype in a[1:]
-        ],
-    ]
+    arrays = [((spec.rows, spec.cols), spec.x_dtype)]
+    arrays += [((spec.cols, spec.features), spec.weight_dtype), *parameters]
+    return [None if dtype is None else jax.ShapeDtypeStruct(*a) for a in arrays for dtype in a[1:]]
 
 
 @pytest.mark.oldest_jax
@@ -393,18 +395,6 @@ def test_values_on_a_gpu(spec):
     y = run(spec, *arrays)
     check_result(spec, arrays, y)
     np.testing.assert_array_equal(y, run(spec, *arrays))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_rows_keep_to_themselves_on_a_gpu(dtype):
-    spec = make_spec(264, 1024, 520, dtype, scale_dtype=F32, bias_dtype=F32, y_dtype=F32)
-    x, *parameters = arrays_of(spec)
-    y = run(spec, x, *parameters)
-    changed = run(spec, special_rows(x), *parameters)
-    ordinary = np.array([0, 5, *range(7, 264)])
-    np.testing.assert_array_equal(changed[ordinary], y[ordinary])
-    assert jnp.isnan(changed[np.array([1, 2, 4])]).all()
 
 
 @pytest.mark.gpu
