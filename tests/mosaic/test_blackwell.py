@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import contract
-import jax
 import norms
 import pytest
 from cases import make_spec
 from h100 import CONFIGS, SPILLED, Compiled, Compiler
 from logits_cases import of_width, operand_types
 from specs import BF16, F32, build_spec, changed
+from test_losses_mosaic import both_passes, types_of
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS
@@ -119,19 +118,9 @@ LOSSES = [
         ("cross_entropy", 4096, 50257, F32, {"label_smoothing": 0.1, "z_loss": 1e-2}),
         ("log_prob_and_entropy", 5, 128256, BF16, {}),
         ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),
-    )
-]
-# Both passes of a loss in one kernel. The logits of a divergence are float32, and its gradient
-# bfloat16, as in `linear_kl_divergence`.
-IN_ONE_KERNEL = [
-    build_spec(op, "fwd", 2048, cols, x, F32, wrt=("x",), gradient_dtype=BF16, **options)
-    for op, cols, x, options in (
-        ("cross_entropy", 4096, BF16, {}),
-        ("cross_entropy", 50264, BF16, {"label_smoothing": 0.1, "z_loss": 1e-2}),
-        ("cross_entropy", 128256, BF16, {"logit_softcap": 30.0}),
-        ("kl_divergence", 4096, F32, {"teacher_dtype": F32}),
-        ("kl_divergence", 50264, F32, {"teacher_dtype": F32, "reverse": True}),
-        ("kl_divergence", 128256, F32, {"teacher_dtype": F32}),
+        # The logits of `linear_kl_divergence` are float32.
+        ("kl_divergence", 2048, 128256, F32, {"teacher_dtype": F32}),
+        ("kl_divergence", 2048, 50257, F32, {"teacher_dtype": F32, "reverse": True}),
     )
 ]
 HEADS = [
@@ -200,35 +189,20 @@ def compiler_for(capability: int) -> Compiler:
 def function_of(spec: Spec) -> tuple[Any, Any]:
     """Return a function that calls the kernel, and the types (shapes, dtypes) of its operands.
 
-    The function of a loss runs both passes, in one kernel if the spec says so.
+    The function of a loss runs both passes.
     """
-    types, row = norms.types_of(spec), jax.ShapeDtypeStruct((spec.rows,), F32)
-    if not spec.is_loss:
-        results = slice(2 if spec.op == "norm_rope" else None)
-        return (lambda *operands: contract.call(mosaic, spec, *operands)[results]), types
-
-    def in_one_kernel(x: Any, other: Any, d: Any) -> Any:
-        operands = Operands(x, **{spec.operation.operands[1]: other})
-        results, gradients = mosaic.both(operands, Results(d), spec)
-        return results.y, gradients.x
-
-    def in_two(x: Any, labels: Any, *cotangents: Any) -> Any:
-        of_backward = changed(spec, direction="bwd", want_stats=False)
-        loss, *entropy, stats = contract.call(mosaic, spec, x, labels)
-        kept = x, stats, labels, None, *entropy
-        return loss, entropy, contract.call(mosaic, of_backward, *kept, *cotangents)
-
-    both = in_one_kernel if spec.returns_both else in_two
-    return both, [*types[:2], *[row] * len(spec.operation.results)]
+    if spec.is_loss:
+        return both_passes(spec, parts=None), types_of(spec)
+    results = slice(2 if spec.op == "norm_rope" else None)
+    return (lambda *operands: contract.call(mosaic, spec, *operands)[results]), norms.types_of(spec)
 
 
 def name(spec: Spec) -> str:
     inner = f"x{spec.inner}" if spec.inner > 1 else ""
-    direction = "both" if spec.returns_both else spec.direction
-    return f"{spec.op}-{direction}-{spec.rows}x{spec.cols}{inner}-{spec.x_dtype}"
+    return f"{spec.op}-{spec.direction}-{spec.rows}x{spec.cols}{inner}-{spec.x_dtype}"
 
 
-SPECS = [*FORWARD, *BACKWARD, *STRIPS, *LOSSES, *IN_ONE_KERNEL, *HEADS]
+SPECS = [*FORWARD, *BACKWARD, *STRIPS, *LOSSES, *HEADS]
 
 
 @pytest.mark.compiles
