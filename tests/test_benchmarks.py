@@ -247,7 +247,7 @@ def test_linear_losses_on_the_cpu(tmp_path):
     """The suite writes a row for each way to compute the loss, and a table lists all of them."""
     if results.device() != "cpu":
         pytest.skip("takes the GPU's memory from the tests")
-    arguments = "linear_loss --ops linear_cross_entropy --shapes 4x8x32".split()
+    arguments = ["linear_loss", "--ops", "linear_cross_entropy", "--shapes", "4x8x32"]
     arguments += ["--providers", "linear_loss", "jaxnorm_2048"]
     assert run.main([*arguments, "--out", str(tmp_path)]) == 0
     assert [r["status"] for r in Table(tmp_path, SUITES["linear_loss"]).rows()] == ["ok"] * 2
