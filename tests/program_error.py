@@ -391,9 +391,13 @@ def _extreme(function: Callable) -> Callable:
 
 
 def _choice(function: Callable) -> Callable:
+    """Return the rule of a function that does not decrease with any operand, such as `maximum`."""
+
     def rule(operands, **_):
-        error = functools.reduce(np.maximum, [o.error for o in operands])
-        return Value(function(*[o.value for o in operands]), error), 0
+        value = function(*[o.value for o in operands])
+        ends = [function(*[o.value + sign * o.error for o in operands]) for sign in (-1, 1)]
+        error = np.maximum(*(np.where(end == value, 0, np.abs(end - value)) for end in ends))
+        return Value(value, error), 0
 
     return rule
 
