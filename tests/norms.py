@@ -11,14 +11,13 @@ import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
+from functions import composed
 from program_error import analyse, assert_analysed, assert_computes, values_of
 from specs import build_spec, changed
 
 import jaxnorm
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
-
-FLOOR = 2.0**-60  # the forward raises smaller scales to this number if the output is saved
 
 
 def normal(shape, dtype, seed, scale=1.0, shift=0.0):
@@ -33,61 +32,6 @@ def tables(shape, dtype="float32", *, factor=1.0, seed=0):
 
 
 # -------------------------------------------------------------------------------- public functions
-
-
-def composed(
-    name, axis, *, raises=False, epsilon=1e-6, scale_offset=0.0, activation=None,
-    norm_before_gate=True, interleaved=False,
-):  # fmt: skip
-    """Return the public function `name` in plain JAX: a function of a dict of operands.
-
-    `axis` is a sorted tuple. If `raises`, scales near 0 are replaced as in the forward pass. The
-    gradient of a replaced scale is the gradient of its replacement.
-    """
-    axes = tuple(range(-len(axis), 0))
-
-    def norm(x, scale, bias=0.0):
-        if "layer" in name:
-            x = x - x.mean(axes, keepdims=True)
-        gain = 1.0 if scale is None else scale + scale_offset
-        if raises:
-            raised = jnp.where(gain < 0, -FLOOR, FLOOR)
-            added = jnp.where(jnp.abs(gain) < FLOOR, raised - gain, 0.0)
-            gain = gain + jax.lax.stop_gradient(added)
-        return x * jax.lax.rsqrt((x**2).mean(axes, keepdims=True) + epsilon) * gain + bias
-
-    def activated(a):
-        return a if activation is None else getattr(jax.nn, activation)(a)
-
-    def rotated(n, cos, sin):
-        pairs = cos.shape[-1]
-        columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
-        first, second = columns.T if interleaved else columns
-        a, b = n[..., first], n[..., second]
-        return n.at[..., first].set(a * cos - b * sin).at[..., second].set(b * cos + a * sin)
-
-    def of_rows(x, scale=None, bias=0.0, residual=None, gate=1.0, next_scale=None, **rotation):
-        if name in ("rms_norm_add", "rms_norm_add_rms_norm"):
-            h = residual + norm(x, scale)
-            return (h,) if name == "rms_norm_add" else (norm(h, next_scale), h)
-        if residual is not None:
-            h = residual + gate * x
-            return norm(h, scale, bias), h
-        if name == "rms_norm_gated":
-            a = activated(gate)
-            return (norm(x, scale) * a if norm_before_gate else norm(x * a, scale),)
-        if rotation:
-            return (rotated(norm(x, scale), **rotation),)
-        return (activated(norm(x, scale, bias)),)
-
-    def run(operands):
-        shape = operands["x"].shape
-        last = {
-            n: jnp.moveaxis(a, axis, axes) if a.shape == shape else a for n, a in operands.items()
-        }
-        return [jnp.moveaxis(y, axes, axis) for y in of_rows(**last)]
-
-    return run
 
 
 def derived(function):
@@ -120,13 +64,14 @@ def expected_of(name, operands, cotangents, axis=-1, save=None, **options):
     axes = tuple(sorted(a % ndim for a in np.atleast_1d(axis).tolist()))
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (operands, cotangents))
     with jax.enable_x64(True):
-        return values_of(analyse(derived(composed(name, axes, **options)), *wide))
+        plain = functools.partial(composed, name, axes, **options)
+        return values_of(analyse(derived(lambda operands: plain(**operands)), *wide))
 
 
 def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, **given):
     """Check the results and all gradients of a public function, and return both.
 
-    The expected values are those of `composed`, and the bounds those of XLA's code.
+    The expected values are those of `functions.composed`, and the bounds those of XLA's code.
 
     Args:
       given: the operands except x, and further options. An absent operand is None.

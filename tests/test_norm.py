@@ -412,7 +412,9 @@ def test_one_rounding(name, options):
 
     If an intermediate result were rounded, too, errors would be larger.
     """
-    x, *others = (normal((64, 256), dtype, i) for i, dtype in enumerate(["bfloat16", *["float32"] * 2]))
+    x, *others = (
+        normal((64, 256), dtype, i) for i, dtype in enumerate(["bfloat16", *["float32"] * 2])
+    )
     operands = {"x": x, "scale": 1 + others[0][0] / 4}
     operands |= {n: others[1] for n in ("residual", "gate") if n in OPERANDS[name].split()}
     operands |= dict(zip(("cos", "sin"), tables((64, 128)))) if name == "rms_norm_rope" else {}

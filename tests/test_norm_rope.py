@@ -34,9 +34,7 @@ def gradients(x, scale, cos, sin, save, **options):
     The float64 gradient of the scale has the shape of x: a term of a sum for each element.
     """
     d = normal(x.shape, x.dtype, 9)
-    _, vjp = jax.vjp(
-        lambda *a: jaxnorm.rms_norm_rope(*a, cos, sin, save=save, **options), x, scale
-    )
+    _, vjp = jax.vjp(lambda *a: jaxnorm.rms_norm_rope(*a, cos, sin, save=save, **options), x, scale)
     operands = {"x": x, "scale": jnp.broadcast_to(scale, x.shape), "cos": cos, "sin": sin}
     return map(exact, vjp(d)), expected_of("rms_norm_rope", operands, [d], **options)[1]
 
