@@ -17,7 +17,7 @@ from specs import build_spec, changed
 
 import jaxnorm
 from jaxnorm_kernels import xla
-from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
+from jaxnorm_kernels.operations import OPERANDS, OPERATIONS
 
 
 def normal(shape, dtype, seed, scale=1.0, shift=0.0):
