@@ -17,14 +17,13 @@ from functions import (
     VARIANTS,
     Function,
     Sizes,
-    layer_norm,
     losses,
+    norm_of,
     of_floats,
     operands_of,
     rms_norm,
     scalar,
 )
-from functions import gated as plain_gated
 from jax.experimental import jet
 from pairs import KERNELS, pairwise
 from program_error import analyse, assert_analysed, assert_computes, values_of
@@ -68,25 +67,17 @@ MORE = {
         lambda x, b, m: jnp.where(m, jax.nn.log_softmax(0.7 * x + b, where=m), 0),
         "x logits_bias mask",
     ),
-    "layer_norm of all axes": Function(
-        lambda x, b: jaxnorm.layer_norm(x, axis=None) + b,
-        lambda x, b: layer_norm(x, axis=None) + b,
-        "x bias",
+    "layer_norm of all axes": norm_of("layer_norm", "x", axis=(-3, -2, -1))._replace(
+        ours=functools.partial(jaxnorm.layer_norm, axis=None)
     ),
     "rms_norm with scales of 0": Function(
         lambda x, s: jaxnorm.rms_norm(x, some_zeros(s), save="input"),
         lambda x, s: rms_norm(x, some_zeros(s)),
         "x scale",
     ),
-    "rms_norm with an offset": Function(
-        lambda x, b: jaxnorm.rms_norm(x, b, scale_offset=1.0),
-        lambda x, b: rms_norm(x, b + 1),
-        "x bias",
-    ),
-    "rms_norm_gated sigmoid": Function(
-        lambda *a: jaxnorm.rms_norm_gated(*a, norm_before_gate=False, activation="sigmoid"),
-        functools.partial(plain_gated, before=False, activation=jax.nn.sigmoid),
-        "x gate scale",
+    "rms_norm with an offset": norm_of("rms_norm", "x scale", "x bias", scale_offset=1.0),
+    "rms_norm_gated sigmoid": norm_of(
+        "rms_norm_gated", "x gate scale", norm_before_gate=False, activation="sigmoid"
     ),
     "linear loss with weights": Function(weighted, plain_weighted, "x weight feature_bias labels"),
     # The activation is a Python function that closes over an array.
