@@ -184,7 +184,7 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         return [*map(exact, results)]
     if name in _CONTROL:
         return _CONTROL[name](operands, **params)
-    if name in _IDENTITIES:
+    if name in _IDENTITIES or (name == "reduce_precision" and _keeps_all_bits(equation)):
         return operands
     if name in _RULES:
         (variable,) = equation.outvars
@@ -204,6 +204,12 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
             inner = params[key]
             return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
     raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
+
+
+def _keeps_all_bits(equation: Any) -> bool:
+    """Return True if a `reduce_precision` keeps all bits of its operand's dtype."""
+    dtype = equation.outvars[0].aval.dtype
+    return bool(ml_dtypes.finfo(dtype).nmant <= equation.params["mantissa_bits"])
 
 
 def _broadcast(array: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import linear_loss_cases
 import log_prob_cases
 import loss_cases
 import numpy as np
@@ -95,11 +94,16 @@ def test_losses(x64):
 
 def test_losses_of_a_linear_layer(x64):
     names = ("x", "weight", "bias")
+
+    def gradients_of(dlogits):
+        return dlogits @ weight.T, x.T @ dlogits, dlogits.sum(0)
+
     given, (d,), (loss,), gradients = evaluated("linear_softmax_cross_entropy", _LINEAR)
-    expected = linear_loss_cases.Linear(*map(given.get, (*names, "labels")))
-    wanted = [value for value, _ in expected.gradients(np.full(ROWS, d / ROWS))]
-    agree([loss, *map(gradients.get, names)], [expected.losses.mean(), *wanted])
-    given, d, results, gradients = evaluated("linear_log_prob_and_entropy", _LINEAR)
-    expected = log_prob_cases.Linear(*map(given.get, (*names, "labels")))
-    wanted = [value for value, _ in expected.gradients(*d)]
+    x, weight, bias = map(given.get, names)
+    expected = loss_cases.CrossEntropy(x @ weight + bias, given["labels"])
+    wanted = gradients_of(expected.gradient(np.full(ROWS, d / ROWS)))
+    agree([loss, *map(gradients.get, names)], [expected.loss.mean(), *wanted])
+    _, d, results, gradients = evaluated("linear_log_prob_and_entropy", _LINEAR)
+    expected = log_prob_cases.LogProbs(x @ weight + bias, given["labels"])
+    wanted = gradients_of(expected.gradient(*d))
     agree([*results, *map(gradients.get, names)], [*expected.results, *wanted])
