@@ -255,7 +255,7 @@ SOFTMAX_BIAS_BACKWARD = (
 )
 
 # The forward passes of all norms without a rotation. A call may have a second norm, a residual or a
-# gate.
+# gate. Rows have at most `support.MOST_NORMALISED` columns, so that registers hold whole rows.
 NORM_FORWARD = (
     # LayerNorm has two parameters, and its threads exchange sums twice per row. This makes
     # persistent programs faster: they load the parameters only once, and prefetch rows during the
@@ -278,11 +278,7 @@ NORM_FORWARD = (
     # long for a call with two norms of 5376 columns, and 1.47 times for LayerNorm of 5120 columns.
     Line(6144, warps=8, per_sm=4, values=4),
     # For LayerNorm of 12288 columns, the schedule of the next line takes 1.26 times as long.
-    Line(16384, warps=16, per_sm=2, values=4),
-    # For rows of more than 16384 columns. A thread has 8 values of a tile. With 16, registers spill
-    # if the call has a residual. Without a residual, 16 values take only 0.84 times as long as 8,
-    # but no known model has norms of more than 16384 columns.
-    Line(None, warps=16, per_sm=2, looped=True),
+    Line(None, warps=16, per_sm=2, values=4),
 )
 
 NORM_BACKWARD = (
