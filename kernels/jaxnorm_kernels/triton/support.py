@@ -20,6 +20,10 @@ _MOST_ROTATED = 1024
 #: The maximum number of columns in the forward pass of a norm, which holds whole rows in registers.
 MOST_NORMALISED = 16384
 
+#: The maximum number of columns if a softmax's backward pass sums over rows of x. A program holds
+#: whole rows.
+MOST_SUMMED = 8192
+
 # The minimum number of columns of a block in the backward pass of a cross-entropy. Only the first
 # and the last block of a row may have fewer columns.
 _LOSS_BLOCK = 2048
@@ -56,6 +60,11 @@ _CANNOT: Table = (
         "its forward kernels of norms support no rows of this length: they hold rows of at most "
         f"{MOST_NORMALISED} columns in registers",
         lambda s: _norm(s, "fwd") and s.cols > MOST_NORMALISED,
+    ),
+    (
+        "its gradient of a bias that has columns supports no rows of this length: it holds rows of "
+        f"at most {MOST_SUMMED} columns in registers",
+        lambda s: sums_columns(s) and s.cols > MOST_SUMMED,
     ),
     (
         "tables of size 0 rotate nothing",
@@ -123,6 +132,12 @@ _LEFT_TO_XLA: Table = (
         lambda s: _is_layer(s, "fwd") and 64 < s.cols <= 128 and _is_16_bit(s),
     ),
 )
+
+
+def sums_columns(spec: Spec) -> bool:
+    """Return True for a backward pass that returns the gradient of a bias of shape `(n, cols)`."""
+    shared = spec.softmax.logits_bias_rows if spec.has("logits_bias") else None
+    return spec.direction == "bwd" and shared is not None and shared.has_columns
 
 
 def loss_block(spec: Spec) -> int:
