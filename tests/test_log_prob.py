@@ -25,9 +25,9 @@ values_and_gradient = functools.partial(of_function, of="log_prob")
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 
-@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize(("count", "axis"), [(3, -1), (40, -1), (3, 0), (40, 0)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_several_labels(count, masked):
+def test_several_labels(count, axis, masked):
     """Each label of a position has its log-probability, even if the label's class is masked."""
     rng = np.random.default_rng(count)
     x = jnp.asarray(3 * rng.normal(size=(5, 64)), jnp.float32)
@@ -48,7 +48,11 @@ def test_several_labels(count, masked):
         gradient = jax.grad(total)
         return lambda x: (function(x), jax.jvp(gradient, (x,), (jnp.cos(x),)))
 
-    ours = derivatives(lambda x: log_prob_and_entropy(x, labels, where=where))
+    def several(x):
+        x, mask = (None if a is None else jnp.moveaxis(a, -1, axis) for a in (x, where))
+        return log_prob_and_entropy(x, labels, axis, mask)
+
+    ours = derivatives(several)
     assert_computes(ours(x), derivatives(plain), x, like=ours)
 
 
