@@ -109,6 +109,7 @@ def test_fuzz(seed, kernels):
     check_call(kernels, function, rows, cols, mix, save, seed)
 
 
+@refused.expect(refused.LONG)
 @pytest.mark.parametrize("cols", [256, 4096, 8192, 16384, 32768])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_two_runs_give_the_same_bits(cols, dtype, kernels):
