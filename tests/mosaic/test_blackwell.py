@@ -18,18 +18,16 @@ from typing import Any
 import backward_cases
 import contract
 import forward_cases
-import jax
 import norms
 import numpy as np
 import pytest
-import test_divergence
+import test_losses_mosaic
 from h100 import CONFIGS, SPILLED, Compiled, Compiler
 from logits_cases import of_width, operand_types
 from specs import BF16, F32, build_spec, changed
 from test_rope import QUERIES, make_spec
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS, RTX_5090, Gpu
@@ -115,29 +113,10 @@ LOSSES = [
         ("cross_entropy", 4096, 50257, F32, {"label_smoothing": 0.1, "z_loss": 1e-2}),
         ("log_prob_and_entropy", 5, 128256, BF16, {}),
         ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),
+        # The logits of `linear_kl_divergence` are float32.
+        ("kl_divergence", 2048, 128256, F32, {"teacher_dtype": F32}),
+        ("kl_divergence", 2048, 50257, F32, {"teacher_dtype": F32, "reverse": True}),
     )
-]
-# Both passes of a loss in one kernel. The logits of a divergence are float32, and its gradient
-# bfloat16, as in `linear_kl_divergence`.
-IN_ONE_KERNEL = [
-    *(
-        changed(
-            build_spec("cross_entropy", "fwd", 2048, cols, BF16, F32, **options),
-            wrt=("x",),
-            gradient_dtype=BF16,
-        )
-        for cols, options in [
-            (4096, {}),
-            (50264, {"label_smoothing": 0.1, "z_loss": 1e-2}),
-            (128256, {"logit_softcap": 30.0}),
-        ]
-    ),
-    *(
-        test_divergence.both_spec(
-            test_divergence.specs_of(2048, cols, F32, F32, reverse=reverse)[0], BF16
-        )
-        for cols, reverse in [(4096, False), (50264, True), (128256, False)]
-    ),
 ]
 TWO_NORMS = norms.make_spec("norm_add_norm", "bwd", 8192, 4096, (BF16,) * 3)
 HEADS = [
@@ -239,52 +218,15 @@ def compiler_for(capability: int) -> Compiler:
 
 def function_of(spec: Spec) -> tuple[Any, Any]:
     """Return a function that calls the kernel, and the types (shapes, dtypes) of its operands."""
-    if spec.returns_both:
-        return in_one_kernel(spec)
-    if spec.operation.family == "loss":
-        return loss_of(spec)
+    if spec.is_loss:
+        return test_losses_mosaic.both_passes(spec, parts=None), test_losses_mosaic.types_of(spec)
     results = slice(2 if spec.op == "norm_rope" else None)
     return (lambda *operands: contract.call(mosaic, spec, *operands)[results]), norms.types_of(spec)
 
 
-def in_one_kernel(spec: Spec) -> tuple[Any, Any]:
-    """Return a function and the types (shapes, dtypes) of its operands.
-
-    The function runs both passes of a loss in one kernel.
-    """
-    logits = jax.ShapeDtypeStruct((spec.rows, spec.cols), spec.x_dtype)
-    name, other = "labels", jax.ShapeDtypeStruct((spec.rows,), np.int32)
-    if spec.op == "kl_divergence":
-        name, other = "teacher_logits", logits
-
-    def both(x: Any, other: Any, d: Any) -> Any:
-        results, gradients = mosaic.both(Operands(x, **{name: other}), Results(d), spec)
-        return results.y, gradients.x
-
-    return both, [logits, other, jax.ShapeDtypeStruct((spec.rows,), F32)]
-
-
-def loss_of(spec: Spec) -> tuple[Any, Any]:
-    """Return a function and the types (shapes, dtypes) of its operands.
-
-    The function runs the forward and the backward pass of a loss.
-    """
-    of_backward = changed(spec, direction="bwd", want_stats=False)
-
-    def both(x: Any, labels: Any, *cotangents: Any) -> Any:
-        loss, *entropy, stats = contract.call(mosaic, spec, x, labels)
-        kept = x, stats, labels, None, *entropy
-        return loss, entropy, contract.call(mosaic, of_backward, *kept, *cotangents)
-
-    x, labels, *_ = norms.types_of(spec)
-    row = jax.ShapeDtypeStruct((spec.rows,), F32)
-    return both, [x, labels, *[row] * len(spec.operation.results)]
-
-
 def name(spec: Spec) -> str:
     inner = f"x{spec.inner}" if spec.inner > 1 else ""
-    direction = "both" if spec.returns_both else spec.direction
-    return f"{spec.op}-{direction}-{spec.rows}x{spec.cols}{inner}-{spec.x_dtype}"
+    return f"{spec.op}-{spec.direction}-{spec.rows}x{spec.cols}{inner}-{spec.x_dtype}"
 
 
 @pytest.mark.compiles
@@ -296,7 +238,6 @@ def name(spec: Spec) -> str:
         TWO_NORMS,
         *STRIPS,
         *LOSSES,
-        *IN_ONE_KERNEL,
         *HEADS,
         *GATED,
         *ACTIVATED,

@@ -231,9 +231,9 @@ def test_shard_map_with_explicit_axes() -> None:
 @pytest.mark.parametrize(
     ("function", "kernel"),
     [
-        ("softmax_cross_entropy", "jaxnorm_cross_entropy_both"),
+        ("softmax_cross_entropy", "jaxnorm_cross_entropy_bwd"),
         ("log_prob_and_entropy", "jaxnorm_log_prob_and_entropy_bwd"),
-        ("kl_divergence", "jaxnorm_kl_divergence_both"),
+        ("kl_divergence", "jaxnorm_kl_divergence_bwd"),
     ],
 )
 def test_logits_give_way_to_their_gradient_on_explicit_axes(
