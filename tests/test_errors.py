@@ -31,6 +31,9 @@ OPTIONS = {
         ("0.1", "epsilon is a str; expected a number"),
     ],
     "scale_offset": [("1", "scale_offset is a str; expected a number")],
+    "causal": [
+        *((c, "causal=.*; expected True or False") for c in ("no", "", 0, 1, None, jnp.array(True)))
+    ],
     "save": [("both", "save='both'; expected one of 'output', 'input'")],
     "dtype": [
         *((t, f"dtype={t}; expected one of bfloat16") for t in ("int8", "complex64")),
@@ -435,19 +438,11 @@ def test_arguments(name, i):
             run()
 
 
-POSITIONAL = {
-    "layer_norm": (T((2, 4)), T(4), T(4), "silu"),
-    "add_layer_norm": (T((2, 4)), T((2, 4)), None, None, T(4)),
-    "add_rms_norm": (T((2, 4)), T((2, 4)), None, T(4)),
-    "gated_linear": (T((2, 3)), T((2, 3)), T((3, 5)), T(5)),
-    "activation_linear": (T((2, 3)), T((3, 5)), T(5)),
-}
-
-
-@pytest.mark.parametrize("name", POSITIONAL)
+@pytest.mark.parametrize("name", NAMES)
 def test_options_are_named(name):
-    with pytest.raises(TypeError, match="positional"):
-        getattr(jaxnorm, name)(*POSITIONAL[name])
+    parameters = inspect.signature(getattr(jaxnorm, name)).parameters
+    for option in {*OPTIONS} & {*parameters} - {"axis"}:
+        assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 # ------------------------------------------------------------------------------ hints of errors
@@ -645,22 +640,13 @@ SWAPPED = {
 def test_swapped_arguments(name):
     """Arrays that would be valid in another order: the error asks whether they are swapped."""
     function, arguments = getattr(jaxnorm, name), SWAPPED[name]
-    names = [*inspect.signature(function).parameters]
+    what = "in another order" if name == "rms_norm_rope" else "swapped"
     for run in (function, jax.jit(function)):
-        with pytest.raises(
-            CAUSED, match=rf"^{name}: .*are .* (swapped|in another order)\?"
-        ) as caught:
+        with pytest.raises(CAUSED, match=rf"^{name}: .*are .* {what}\?"):
             run(*arguments)
-    assert "swapped" in str(caught.value) or name == "rms_norm_rope"
-    order = [*names[: len(arguments)]]
-    moved = re.search("are (.*?) (?:swapped|in)", str(caught.value)).group(1).split(" and ")
-    for name_of, a in zip(
-        moved, [*moved[1:], moved[0]] if len(moved) == 2 else [moved[2], *moved[:2]]
-    ):
-        order[names.index(name_of)] = a
-    given = dict(zip(names, arguments))
-    function(**{n: given[a] for n, a in zip(names, order)})
-    # These errors do not depend on the order.
+
+
+def test_errors_that_do_not_depend_on_the_order():
     with pytest.raises(ValueError, match=r"^rms_norm_linear: weight has shape"):
         jaxnorm.rms_norm_linear(T((2, 3)), T(3))
     with pytest.raises(TypeError, match=r"^kl_divergence: logits_scale is differentiated"):
