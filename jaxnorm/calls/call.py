@@ -22,7 +22,7 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Operands, Residuals, Results, takes_no_inner
 from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, PARAMETERS, Kind, Op
-from jaxnorm_kernels.specs import Direction, Name, NormOptions, Options, SoftmaxOptions, Spec
+from jaxnorm_kernels.specs import Direction, Name, Options, Spec
 
 Arrays = Sequence[jax.Array]
 #: A function that computes one pass of a call. It takes the pass's arrays as positional arguments
@@ -100,9 +100,8 @@ class Call:
         # `op` is None if the function lacks a variant, such as the one for several labels. The
         # callers have checked that the function has the variant.
         assert op is not None
-        results, options = (*OPERATIONS[op].results,), _of_view(options, view)
-        spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options, axes=view.axes)
-        return cls.of(function, spec, view, implementation)
+        spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, (*OPERATIONS[op].results,), options)
+        return cls.of(function, spec, view, implementation).with_view(view)
 
     def __str__(self) -> str:
         """Return a short description of the call, which appears in printed jaxprs."""
@@ -248,8 +247,10 @@ class Call:
 
         This method is used for a shard of x, and for an x with an additional batch axis.
         """
-        sizes = {"rows": view.rows, "cols": view.cols, "axes": view.axes}
-        return self.replaced(view=view, options=_of_view(self.spec.options, view), **sizes)
+        sizes: dict[str, Any] = {"rows": view.rows, "cols": view.cols, "axes": view.axes}
+        if self.spec.is_softmax:
+            sizes["logits_bias_shape"] = view.logits_bias
+        return self.replaced(view=view, **sizes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
         """Cast a parameter to the arithmetic dtype; return the new call and the cast parameter.
@@ -299,16 +300,11 @@ class Call:
         """Names of the operands and results that need not be copied for a kernel.
 
         A kernel requires aligned arrays. An array may be a slice of another array and therefore
-        unaligned, so jaxnorm copies most arrays. Two kinds of arrays are aligned without such a
-        copy:
-
-        - Residuals that the forward pass computes for the backward pass. A loop over layers may
-          stack them, so that the kernel gets a slice of the stack. If such a slice is not aligned,
-          XLA itself copies it to an aligned array.
-        - The arrays of a linear loss. The code of the linear loss aligns them.
+        unaligned, so jaxnorm copies most arrays. Residuals that the forward pass computes for the
+        backward pass are aligned without such a copy. A loop over layers may stack them, so that
+        the kernel gets a slice of the stack. If such a slice is not aligned, XLA itself copies it
+        to an aligned array.
         """
-        if self.primitives is not None and self.spec.is_loss:
-            return frozenset((*self.takes, *self.returns))
         saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
         return frozenset((*saved, *self.spec.statistics))
 
@@ -334,7 +330,7 @@ class Call:
                 return (*self.primals, *(self.spec.outputs if self.wrt else ()))
             case "tan":
                 return (*self.residual_names, *self.spec.wrt)
-            case "bwd":
+            case _:
                 return (*self.residual_names, *self.spec.outputs)
 
     @functools.cached_property
@@ -348,7 +344,7 @@ class Call:
                 return self.spec.outputs + self.spec.wrt
             case "tan":
                 return self.spec.outputs
-            case "bwd":
+            case _:
                 return self.spec.wrt
 
     @functools.cached_property
@@ -411,10 +407,6 @@ class Call:
         """Return the reason why the implementation `name` cannot run the call, or None."""
         return backends.implementation(name).why_unsupported(self.as_seen_by(name))
 
-    def is_scattered(self, name: str) -> bool:
-        """Return True if no kernel of the implementation `name` can use the call's parameters."""
-        return self.spec.is_norm and self.as_seen_by(name).norm.scattered
-
     def has_one_kernel(self, name: str) -> bool:
         """Return True if the implementation `name` can run both passes of the call in one kernel.
 
@@ -434,7 +426,8 @@ class Call:
         """The spec of the call for arrays that are reshaped to ``(rows, cols)``."""
         spec, view = self.spec, self.view
         if spec.is_norm:
-            changes: dict[str, Any] = {"table_rows": view.shared("table")}
+            changes: dict[str, Any] = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
+            changes |= {"table_rows": view.shared("table"), "scattered": view.scattered}
         else:
             changes = {"mask_rows": view.shared("mask")}
         if spec.is_softmax:
@@ -475,7 +468,7 @@ class Call:
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
-            strided = spec.inner > 1
+            strided = spec.strided if spec.inner > 1 else None
             if name == "xla" and "mask" in kinds:  # xla needs a mask that has x's full shape
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
@@ -493,8 +486,8 @@ class Call:
         """Return the arrays, each in a buffer that is not part of another array's buffer.
 
         A kernel needs aligned arrays, and a slice of another array may be unaligned. Arrays in
-        `_in_place` are returned unchanged. All arrays for xla are also returned unchanged, because
-        xla needs no alignment.
+        `_in_place` are returned unchanged. All arrays for xla, which needs no alignment, and those
+        of a linear loss, whose code aligns them, are also returned unchanged.
         """
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
@@ -535,18 +528,6 @@ class Call:
     def _picked(self, results: Results) -> list[jax.Array]:
         by_name = {**results._asdict(), **dict(zip(self.spec.statistics, results.stats))}
         return [array for name in self.spec.outputs if (array := by_name[name]) is not None]
-
-
-def _of_view(options: Options, view: RowView) -> Options:
-    """Return the options with the fields that depend on the shapes of the operands."""
-    match options:
-        case NormOptions():
-            groups: dict[str, Any] = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
-            return dataclasses.replace(options, scattered=view.scattered, **groups)
-        case SoftmaxOptions():
-            return dataclasses.replace(options, logits_bias_shape=view.logits_bias)
-        case _:
-            return options
 
 
 def _is_not_table(operand: str) -> bool:

@@ -272,7 +272,9 @@ class RowView:
         axes = tuple(axis + 1 for axis in self.axes)
         return self.of_shapes((size, *self.shape), axes, batched)
 
-    def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
+    def to_rows(
+        self, kind: Kind, a: jax.Array, *, strided: tuple[int, int, int] | None = None
+    ) -> jax.Array:
         """Reshape an array for a kernel.
 
         An array of x's shape becomes ``(rows, cols)``, and a statistic or label becomes
@@ -281,9 +283,10 @@ class RowView:
         than the number of rows of x, several rows of x use the same row of the mask or bias. The
         method `shared` returns the map from rows of x to rows of the mask or bias.
 
-        If `strided` is True, an array of x's shape becomes ``(outer, cols, inner)`` instead, and a
-        parameter that varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
-        Statistics and labels have the same shape as without `strided`.
+        If `strided` is ``(outer, cols, inner)``, the shape of the strided view, an array of x's
+        shape gets this shape instead, and a parameter that varies along the inner axis becomes
+        ``(inner,)`` or ``(groups, inner)``. Statistics and labels have the same shape as without
+        `strided`.
         """
         match kind:
             case "stat" | "label":
@@ -295,15 +298,17 @@ class RowView:
                 groups = inner_groups or self.groups(kind)
                 length = self.cols if inner_groups is None else self.inner
                 return a.reshape(length if groups == 1 else (groups, length))
-        if strided and self.strided is not None:
-            return a.reshape(self.strided[:3])
+        if strided:
+            return a.reshape(strided)
         rows = math.prod([a.shape[axis] for axis in self.others])
         cols = math.prod([a.shape[axis] for axis in self.axes])
         if self.moved:
             a = jnp.transpose(a, self._order)
         return a.reshape(rows, cols)
 
-    def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
+    def from_rows(
+        self, kind: Kind, a: jax.Array, *, strided: tuple[int, int, int] | None = None
+    ) -> jax.Array:
         """Reshape a result of a kernel to the shape that users see: the inverse of `to_rows`."""
         if kind in ("stat", "candidate") or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
