@@ -14,7 +14,10 @@ import jaxnorm
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
+T = jnp.ones
 X = jnp.ones((2, 3, 4))
+CAUSED = (TypeError, ValueError)
+CE, LINEAR_CE = "softmax_cross_entropy_with_integer_labels", "linear_softmax_cross_entropy"
 
 
 def test_a_chunk_of_more_rows_than_there_are():
@@ -125,6 +128,22 @@ def test_what_a_kernel_refuses_names_the_function(name):
         call.func(**arrays, implementation="mosaic")
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
+@pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
+def test_a_kernel_on_a_cpu(name):
+    """On a CPU, requesting kernels raises an error, even if a kernel would support the shape."""
+    arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
+    arrays |= dict.fromkeys(("cos", "sin"), T((128, 128))) | {"teacher_weight": T((256, 256))}
+    given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}
+    if name == "rms_norm_linear":
+        given = {n: a.astype("bfloat16") for n, a in given.items()}
+    call = functools.partial(getattr(jaxnorm, name), **given, implementation="mosaic")
+    message = rf"^{name}: implementation='mosaic' cannot run on cpu: its kernels are for NVIDIA"
+    for run in (call, lambda: jax.jit(lambda: call())()):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
 # ---------------------------------------------------- messages for mistakes that people make
 
 LOGITS, ONE_HOT = jnp.ones((2, 3, 5)), jnp.ones((2, 3, 5), int)
@@ -216,3 +235,72 @@ def test_both_spellings_of_the_options_of_logits():
         for n, value in other.items():
             with pytest.raises(TypeError, match=rf"^{name}: got both \w+= and {n}=; expected one"):
                 function(*arrays, **options, **{n: value})
+
+
+# ----------------------------------------------------------------- names and order of arguments
+
+OTHER_NAMES = [
+    ("rms_norm", "eps", 1e-5, "use epsilon="),
+    ("rms_norm", "weight", T(8), "use scale="),
+    ("rms_norm", "dim", -1, "use axis="),
+    ("layer_norm", "beta", T(8), "use bias="),
+    ("softmax", "mask", T((4, 8), bool), "use where="),
+    ("softmax", "is_causal", True, "use causal="),
+    ("softmax", "temperature", 2.0, "use scale=1 / temperature"),
+    (CE, "mask", T(4, bool), "use where="),
+    (CE, "ignore_index", -100, "use where=labels != ignore_index"),
+    (CE, "smoothing", 0.1, "use label_smoothing="),
+    (CE, "scale", 0.5, "use logits_scale="),
+    (LINEAR_CE, "ignore_index", -100, "use where=labels != ignore_index"),
+    (LINEAR_CE, "temperature", 2.0, "use logits_scale=1 / temperature"),
+    (LINEAR_CE, "chunk_size", 2, "use chunk="),
+    (LINEAR_CE, "softcap", 30.0, "use logit_softcap="),
+    ("linear_kl_divergence", "reductions", "sum", "use reduction="),
+    ("gated_linear", "act_fn", "gelu", "use activation="),
+    ("rms_norm", "is_causal", True, "expected one of x, scale, axis"),
+    ("rms_norm", "logit_scale", 2.0, "use scale="),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value", "hint"), OTHER_NAMES)
+def test_names_of_other_libraries(name, argument, value, hint):
+    call = plain_call_of(name)
+    for run in (call, jax.jit(lambda v: call(**{argument: v}))):
+        given = {argument: value} if run is call else {"v": 1.0}
+        with pytest.raises(TypeError, match=rf"^{name}: .*keyword argument '{argument}'.*{hint}"):
+            run(**given)
+    if "use" in hint:
+        ours, _, text = hint.removeprefix("use ").partition("=")
+        call(**{ours: eval(text, {**call.keywords, argument: value}) if text else value})
+
+
+SWAPPED = {
+    "rms_norm_linear": (T((2, 6, 3)), T(3), T((3, 5))),
+    "linear_softmax_cross_entropy": (T((2, 6, 3)), jnp.zeros((2, 6), int), T((3, 5))),
+    "linear_log_prob_and_entropy": (T((2, 6, 3)), jnp.zeros((2, 6), int), T((3, 5))),
+    "linear_kl_divergence": (T((2, 6, 3)), T((2, 6, 4)), T((3, 5)), T((4, 5))),
+    CE: (jnp.zeros((2, 6), int), T((2, 6, 3))),
+    "log_prob_and_entropy": (jnp.zeros((2, 6), int), T((2, 6, 3))),
+    "gated_linear": (T((2, 6, 3)), T((3, 5)), T((2, 6, 3))),
+    "activation_linear": (T((5, 3)), T((2, 5))),
+    "add_rms_norm": (T((2, 6, 3)), T(3), T((2, 6, 3))),
+    "rms_norm": (T(3), T((2, 6, 3))),
+    "rms_norm_rope": (T((2, 6, 4)), T((6, 2)), 2 * T((6, 2)), T(4)),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_swapped_arguments(name):
+    """Arrays that would be valid in another order: the error asks whether they are swapped."""
+    function, arguments = getattr(jaxnorm, name), SWAPPED[name]
+    what = "in another order" if name == "rms_norm_rope" else "swapped"
+    for run in (function, jax.jit(function)):
+        with pytest.raises(CAUSED, match=rf"^{name}: .*are .* {what}\?"):
+            run(*arguments)
+
+
+def test_errors_that_do_not_depend_on_the_order():
+    with pytest.raises(ValueError, match=r"^rms_norm_linear: weight has shape"):
+        jaxnorm.rms_norm_linear(T((2, 3)), T(3))
+    with pytest.raises(TypeError, match=r"^kl_divergence: logits_scale is differentiated"):
+        jax.grad(lambda s: jaxnorm.kl_divergence(T(3), T(3), logits_scale=s))(0.5)
