@@ -35,8 +35,8 @@ _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
 # For each kernel implementation, a function that takes ten times the compute capability of an
 # NVIDIA GPU, and returns True if the implementation is the default there.
 _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
-    "mosaic": lambda capability: capability in (90, 100),
-    "triton": lambda capability: capability >= 80 and capability not in (90, 100),
+    "mosaic": lambda capability: capability == 90,
+    "triton": lambda capability: capability >= 80 and capability != 90,
 }
 
 # Maps a direction to the word that error messages use for the pass.

@@ -26,7 +26,6 @@ from jaxnorm_kernels.mosaic.norm.strided import norm_strided_bwd, norm_strided_f
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
 from jaxnorm_kernels.mosaic.support import (
-    caveat,
     platforms,
     takes_inner,
     why_not_default,
@@ -95,6 +94,5 @@ IMPLEMENTATION = Implementation(
     why_not_default,
     takes_inner,
     platforms,
-    caveat,
     both=both,
 )

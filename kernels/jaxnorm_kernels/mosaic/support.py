@@ -118,11 +118,6 @@ _CANNOT: Table = (
     ("its kernels support no rows of this length", lambda s: not _is_held(s)),
 )
 
-# Compute capabilities on which these kernels are the default although they were never timed there.
-# 100 stands for 10.0, the B200. All kernels compile for the B200 with little register spilling
-# (`tests/mosaic/test_blackwell.py`).
-_NOT_TIMED = (100,)
-
 # Reasons to leave a call to XLA by default: the whole program is faster with XLA's code, or the
 # kernels were not timed on this GPU or for the call's shape. The kernels of all other calls were at
 # least as fast as XLA's code on an H200 and an H100 with jax 0.11.2 (`python -m benchmarks.run`;
@@ -131,13 +126,8 @@ _NOT_TIMED = (100,)
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
-        "its kernels were compiled for compute capability 12.0 (RTX 50), but have never run there; "
-        "it has less than half of the shared memory for which their schedules are made",
-        lambda s: local_capability() == 120,
-    ),
-    (
-        "its schedules were tuned for compute capability 9.0 (H100, H200) and 10.0 (B200)",
-        lambda s: local_capability() not in (90, *_NOT_TIMED, None),
+        "its kernels have run only on GPUs of compute capability 9.0 (H100, H200)",
+        lambda s: local_capability() not in (90, None),
     ),
     (
         # In calls with 1 to 128 rows, the kernels were faster than XLA for rows of up to 8192
@@ -176,14 +166,6 @@ def why_unsupported(spec: Spec) -> str | None:
 def why_not_default(spec: Spec) -> str | None:
     """Return the reason why the default implementation uses XLA for this call, or None."""
     return first(_LEFT_TO_XLA, spec)
-
-
-def caveat(spec: Spec) -> str | None:
-    """Return a note for users if the local GPU's compute capability is in `_NOT_TIMED`, or None."""
-    del spec
-    if local_capability() not in _NOT_TIMED:
-        return None
-    return "compiled for this GPU's compute capability, but not timed on it"
 
 
 def _is_held(spec: Spec) -> bool:
