@@ -228,10 +228,11 @@ def of_batch(name, batched, run):
     return program, operands, analyse(program, *operands)
 
 
-def split(batched, weight_over):
-    """Return the shardings of x and of the weight."""
+def split(operands, batched, weight_over):
+    """Return the shardings of the operands: x, the weight, and others that are replicated."""
     x = P("data") if 0 in batched else P("model")
-    return x, weight_over if 1 in batched else P(*weight_over[1:])
+    weight = weight_over if 1 in batched else P(*weight_over[1:])
+    return [x, weight, *[P()] * (len(operands) - 2)]
 
 
 @eight_devices
@@ -248,8 +249,8 @@ def test_a_batch_in_shards(name, batched, run, weight_over):
     program, operands, expected = of_batch(name, batched, run)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
-        sharded = in_shards(operands[:2], mesh, split(batched, weight_over))
-        assert_analysed(jax.jit(program)(*sharded, *operands[2:]), expected)
+        sharded = in_shards(operands, mesh, split(operands, batched, weight_over))
+        assert_analysed(jax.jit(program)(*sharded), expected)
 
 
 @eight_devices

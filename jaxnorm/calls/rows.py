@@ -14,8 +14,8 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.operations import PARAMETERS, Kind
-from jaxnorm_kernels.specs import Shared
 
 #: The kinds of operands that have all axes of x, with size 1 where they are broadcast.
 BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
