@@ -231,16 +231,6 @@ class Call:
         gradients = bind(backward, *residuals, *arrays[count:])
         return [*(by_name[name] for name in self.spec.outputs), *gradients]
 
-    def gradient(self) -> "Call":
-        """Return the backward pass that takes the cotangents of all results of this forward pass.
-
-        It computes the gradients of all differentiable operands, but not of rotary tables.
-        """
-        call = self.first() if self.spec.operation.derivative else self
-        # Models treat the tables cos and sin as constants, so their gradients are left out.
-        wrt = tuple(filter(_is_not_table, call.differentiable))
-        return call.backward(wrt, (*call.spec.operation.results,))
-
     @_once
     def with_view(self, view: RowView) -> "Call":
         """Return the call for an x with another shape, which is `view.shape`.
@@ -294,19 +284,6 @@ class Call:
         operation = self.spec.operation
         x = ("x",) * operation.starts_from_x
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.also_saved))
-
-    @functools.cached_property
-    def _in_place(self) -> frozenset[str]:
-        """Names of the operands and results that need not be copied for a kernel.
-
-        A kernel requires aligned arrays. An array may be a slice of another array and therefore
-        unaligned, so jaxnorm copies most arrays. Residuals that the forward pass computes for the
-        backward pass are aligned without such a copy. A loop over layers may stack them, so that
-        the kernel gets a slice of the stack. If such a slice is not aligned, XLA itself copies it
-        to an aligned array.
-        """
-        saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
-        return frozenset((*saved, *self.spec.statistics))
 
     @functools.cached_property
     def residuals(self) -> int:
@@ -426,8 +403,9 @@ class Call:
         """The spec of the call for arrays that are reshaped to ``(rows, cols)``."""
         spec, view = self.spec, self.view
         if spec.is_norm:
-            changes: dict[str, Any] = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
-            changes |= {"table_rows": view.shared("table"), "scattered": view.scattered}
+            groups = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
+            changes: dict[str, Any] = {name: n or 1 for name, n in groups.items()}
+            changes |= {"table_rows": view.shared("table"), "scattered": None in groups.values()}
         else:
             changes = {"mask_rows": view.shared("mask")}
         if spec.is_softmax:
@@ -485,13 +463,19 @@ class Call:
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
         """Return the arrays, each in a buffer that is not part of another array's buffer.
 
-        A kernel needs aligned arrays, and a slice of another array may be unaligned. Arrays in
-        `_in_place` are returned unchanged. All arrays for xla, which needs no alignment, and those
-        of a linear loss, whose code aligns them, are also returned unchanged.
+        A kernel needs aligned arrays, and a slice of another array may be unaligned, so most arrays
+        are copied. There are three exceptions:
+
+        - xla needs no alignment.
+        - The code of a linear loss aligns its arrays.
+        - Residuals that the forward pass computes for the backward pass are aligned. A loop over
+          layers may stack them, so that the kernel gets a slice of the stack. If such a slice is
+          not aligned, XLA itself copies it to an aligned array.
         """
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
-        in_place = self._in_place
+        saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
+        in_place = (*saved, *self.spec.statistics)
         return [
             a if n in in_place else launching.own_buffer(a)
             for n, a in zip(names, arrays, strict=True)

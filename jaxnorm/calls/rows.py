@@ -133,11 +133,6 @@ class RowView:
             runs[-1] += (axis,)
         return runs
 
-    @property
-    def inner(self) -> int:
-        """Size of the inner axis of the strided view; 1 if there is no such view."""
-        return 1 if self.strided is None else self.strided[2]
-
     @functools.cached_property
     def has_groups(self) -> bool:
         """True if a parameter's shape differs from `normalised`.
@@ -147,26 +142,15 @@ class RowView:
         """
         return any(self.shape_of(kind) != self.normalised for kind in PARAMETERS)
 
-    @functools.cached_property
-    def scattered(self) -> bool:
-        """True if a parameter cannot be reshaped to ``(groups, cols)``, as kernels need it.
-
-        The array ``(groups, cols)`` has one row for each group of adjacent rows of x. There is no
-        such array if the rows that share a value are not adjacent, or if the parameter is broadcast
-        along a normalised axis.
-        """
-        return any(self._groups(kind) is None for kind in PARAMETERS)
-
     @_once
-    def groups(self, kind: Kind) -> int:
+    def groups(self, kind: Kind) -> int | None:
         """Return the number of groups of rows of x for which a parameter has separate values.
 
         The rows of a group are consecutive. If all rows use the same values, the result is 1. It is
-        also 1 if the parameter cannot be reshaped to ``(groups, cols)`` (see `scattered`).
+        None if the parameter cannot be reshaped to ``(groups, cols)``, as kernels need it: because
+        the rows that share a value are not consecutive, or because the parameter is broadcast along
+        a normalised axis.
         """
-        return self._groups(kind) or 1
-
-    def _groups(self, kind: Kind) -> int | None:
         lead, columns = self._parts(kind)
         is_whole = columns == self.normalised
         return _leading(lead, self._sizes(self.others)) if is_whole else None
@@ -295,8 +279,8 @@ class RowView:
                 return a.reshape(self.rows, *self.candidates)
             case "scale" | "bias" | "branch_scale":
                 inner_groups = self.inner_groups(kind) if strided else None
-                groups = inner_groups or self.groups(kind)
-                length = self.cols if inner_groups is None else self.inner
+                groups = inner_groups or self.groups(kind) or 1
+                length = strided[-1] if strided and inner_groups else self.cols
                 return a.reshape(length if groups == 1 else (groups, length))
         if strided:
             return a.reshape(strided)
