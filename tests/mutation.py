@@ -55,10 +55,10 @@ COVERING = {
     "xla/cross_entropy": ["test_loss", "test_loss_*", "test_linear_loss", "test_every_derivative"],
     "xla/kl_divergence": ["test_kl_divergence", "test_every_derivative"],
     "xla/formulas": ["test_split_masks", "test_every_derivative", "test_meshes"],
-    "xla/reductions": ["test_implementation", "test_residual", "test_norm"],
+    "xla/reductions": ["test_implementation", "test_broadcast_parameters", "test_norm"],
     "xla/": [
         "test_norm",
-        "test_broadcast_parameters",
+        "test_residual",
         "test_scaled_sum",
         "test_norm_gated",
         "test_every_derivative",

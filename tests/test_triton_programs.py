@@ -17,7 +17,7 @@ import pytest
 import triton_programs
 from triton_programs import Launch
 
-from jaxnorm_kernels.broadcasts import Shared
+from jaxnorm_kernels.specs import Shared
 
 # A script with a function `kernels()`. It lowers a norm for a GPU and returns the code of all
 # kernels in the program, in order.

@@ -30,7 +30,7 @@ import numpy as np
 import jaxnorm_kernels
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
-from jaxnorm_kernels.broadcasts import Shared
+from jaxnorm_kernels.specs import Shared
 
 #: GPUs for which kernels can be compiled. Each has three numbers: ten times its compute capability,
 #: its number of multiprocessors, and the maximum shared memory of a thread block in bytes.

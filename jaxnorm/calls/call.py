@@ -446,7 +446,7 @@ class Call:
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
-            strided = spec.strided if spec.inner > 1 else None
+            strided = spec.inner > 1
             if name == "xla" and "mask" in kinds:  # xla needs a mask that has x's full shape
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)

@@ -133,6 +133,11 @@ class RowView:
             runs[-1] += (axis,)
         return runs
 
+    @property
+    def inner(self) -> int:
+        """Size of the inner axis of the strided view; 1 if there is no such view."""
+        return 1 if self.strided is None else self.strided[2]
+
     @functools.cached_property
     def has_groups(self) -> bool:
         """True if a parameter's shape differs from `normalised`.
@@ -256,9 +261,7 @@ class RowView:
         axes = tuple(axis + 1 for axis in self.axes)
         return self.of_shapes((size, *self.shape), axes, batched)
 
-    def to_rows(
-        self, kind: Kind, a: jax.Array, *, strided: tuple[int, int, int] | None = None
-    ) -> jax.Array:
+    def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """Reshape an array for a kernel.
 
         An array of x's shape becomes ``(rows, cols)``, and a statistic or label becomes
@@ -267,10 +270,9 @@ class RowView:
         than the number of rows of x, several rows of x use the same row of the mask or bias. The
         method `shared` returns the map from rows of x to rows of the mask or bias.
 
-        If `strided` is ``(outer, cols, inner)``, the shape of the strided view, an array of x's
-        shape gets this shape instead, and a parameter that varies along the inner axis becomes
-        ``(inner,)`` or ``(groups, inner)``. Statistics and labels have the same shape as without
-        `strided`.
+        If `strided` is True, an array of x's shape becomes ``(outer, cols, inner)`` instead, and a
+        parameter that varies along the inner axis becomes ``(inner,)`` or ``(groups, inner)``.
+        Statistics and labels have the same shape as without `strided`.
         """
         match kind:
             case "stat" | "label":
@@ -280,19 +282,17 @@ class RowView:
             case "scale" | "bias" | "branch_scale":
                 inner_groups = self.inner_groups(kind) if strided else None
                 groups = inner_groups or self.groups(kind) or 1
-                length = strided[-1] if strided and inner_groups else self.cols
+                length = self.cols if inner_groups is None else self.inner
                 return a.reshape(length if groups == 1 else (groups, length))
-        if strided:
-            return a.reshape(strided)
+        if strided and self.strided is not None:
+            return a.reshape(self.strided[:3])
         rows = math.prod([a.shape[axis] for axis in self.others])
         cols = math.prod([a.shape[axis] for axis in self.axes])
         if self.moved:
             a = jnp.transpose(a, self._order)
         return a.reshape(rows, cols)
 
-    def from_rows(
-        self, kind: Kind, a: jax.Array, *, strided: tuple[int, int, int] | None = None
-    ) -> jax.Array:
+    def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """Reshape a result of a kernel to the shape that users see: the inverse of `to_rows`."""
         if kind in ("stat", "candidate") or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))

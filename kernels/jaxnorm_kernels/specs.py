@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxnorm_kernels.broadcasts import Shared
+from jaxnorm_kernels.broadcasts import Shared as Shared
 from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operation
 
 Direction = Literal["fwd", "tan", "bwd"]

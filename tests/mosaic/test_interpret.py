@@ -21,9 +21,8 @@ from specs import BF16, F16, F32, changed
 from test_logits import check_overflowing_rows
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 

@@ -19,11 +19,11 @@ from test_softmax import FUNCTIONS, data
 
 import jaxnorm
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.mosaic.rows.logits import operand_row, row_of_x
 from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
+from jaxnorm_kernels.specs import Shared
 
 # The cases cover each kind of tile, and each way to broadcast a mask or a bias. Either all rows of
 # a tile share one row of the mask, or each row of x has its own. The mask has all columns of x, or

@@ -18,9 +18,9 @@ from specs import build_spec, changed
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.operations import OPERATIONS
+from jaxnorm_kernels.specs import Shared
 
 BF16, F16, F32, F64 = (
     np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)

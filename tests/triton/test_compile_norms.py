@@ -21,7 +21,7 @@ from test_compile import GPUS, check, compile_call, kernels_in
 
 import jaxnorm
 from jaxnorm_kernels import triton
-from jaxnorm_kernels.broadcasts import Shared
+from jaxnorm_kernels.specs import Shared
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import choose, choose_line
 
