@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import logging
 import re
 from typing import Any
@@ -219,17 +218,5 @@ def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameter
         reference.assert_within(got, wanted, bound)
 
 
-def arguments(module):
-    """Return the kinds and defaults of the arguments of a module's constructor."""
-    signature = inspect.signature(module.__init__)
-    return {p.name: (p.kind, p.default) for p in signature.parameters.values()}
-
-
 # The arguments, and their defaults, that jaxnorm's modules have in addition to another package's.
 EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}
-
-
-def assert_arguments_and_three_more(ours, theirs):
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    assert arguments(ours) == arguments(theirs) | {n: (keyword, v) for n, v in EXTRA.items()}
-    assert issubclass(ours, theirs)
