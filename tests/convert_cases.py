@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from flax import nnx
 
 import jaxnorm.equinox
@@ -192,30 +191,6 @@ def message_of(caplog):
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
     return record.getMessage()
-
-
-def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameters, saved="output"):
-    """Assert that a norm's values and gradients are within the bounds of the float64 reference."""
-    width = x.shape[-1]
-    expected = reference.Norm(
-        *(reference.exact(x), reference.exact(parameters.get("scale", jnp.ones(width)))),
-        reference.exact(parameters.get("bias", jnp.zeros(width))),
-        reference.exact(d),
-        subtract_mean=name == "LayerNorm",
-        epsilon=epsilon,
-        saved=saved,
-        x_dtype=x.dtype.name,
-        y_dtype=y.dtype.name,
-    )
-    of_dx, of_dscale, of_dbias = expected.gradient_bounds()
-    reference.assert_within(y, expected.y, expected.y_bound())
-    reference.assert_within(dx, expected.dx, of_dx)
-    of_parameters = {"scale": (expected.dscale, of_dscale), "bias": (expected.dbias, of_dbias)}
-    for parameter in parameters:
-        (wanted, bound), got = of_parameters[parameter], dparameters[parameter]
-        if got.dtype != "float32":
-            bound = bound + reference.rounding(wanted, got.dtype.name)
-        reference.assert_within(got, wanted, bound)
 
 
 # The arguments, and their defaults, that jaxnorm's modules have in addition to another package's.

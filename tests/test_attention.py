@@ -259,13 +259,16 @@ def test_errors(ours, theirs, operands, arguments, message):
         ours(*operands, **arguments)
 
 
-def test_exclusive_einsums():
+@pytest.mark.parametrize(
+    "options", [{"precision": "highest"}, {"einsum_dot_general": jax.lax.dot_general}]
+)
+def test_exclusive_einsums(options):
     with pytest.raises(ValueError, match="give both or neither"):
         jaxnorm.linen.dot_product_attention(*qkv(), qk_attn_weights_einsum=jnp.einsum)
     with pytest.raises(ValueError, match="give one or the other"):
         jaxnorm.linen.dot_product_attention(
             *qkv(),
-            precision="highest",
+            **options,
             qk_attn_weights_einsum=jnp.einsum,
             attn_weights_value_einsum=jnp.einsum,
         )

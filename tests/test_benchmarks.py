@@ -90,13 +90,6 @@ def test_selections_of_the_command_line(capsys):
 # How calls are timed.
 
 
-def test_medians_over_calls():
-    timing = calls.of_kernels([1.0, 5.0, 2.0, 6.0, 3.0, 10.0], calls=3)
-    assert (timing.us, timing.kernels) == (8.0, 2)
-    with pytest.raises(RuntimeError, match="7 kernels in 3 calls"):
-        calls.of_kernels([1.0] * 7, calls=3)
-
-
 @pytest.fixture
 def compiled():
     """Return a list that gets a new element whenever XLA compiles a program."""
@@ -206,16 +199,6 @@ def test_rows_survive_the_csv(tmp_path):
     assert table.rows() == [failed]
     assert (first["roof"], failed["us"]) == ("0.9877", "")
     assert runs.todo(KERNELS, cells) == [other]
-
-
-def test_columns_of_a_csv(tmp_path):
-    """A file may have more columns than its suite, but not fewer."""
-    file = tmp_path / "some.csv"
-    file.write_text("device,passes,us\ncpu,1,2\n")
-    results.append(file, ["device", "us"], {"device": "gpu", "us": "3"})
-    assert [(r["passes"], r["us"]) for r in results.read(file, ["us"])] == [("1", "2"), ("", "3")]
-    (tmp_path / "kernels.csv").write_text("device,us\ncpu,1\n")
-    assert run.main(["kernels", "--providers", "xla", "--out", str(tmp_path)]) == 2
 
 
 @pytest.mark.parametrize(
