@@ -1,8 +1,8 @@
 """auto_remat for Flax's nnx and linen, and for equinox."""
 
 import functools
-import importlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 from remat_cases import COLS, LAYERS, ROWS, W, X, assert_same
 
+import jaxnorm.equinox
 import jaxnorm.linen
 import jaxnorm.nnx
 
@@ -214,8 +215,7 @@ def test_linen_parameters_are_those_of_nn_remat():
 @pytest.mark.parametrize("place", ["model", "loss", "layers"])
 def test_equinox(place, budget):
     """Gradients and statistics are those without `auto_remat`, even if the layers are wrapped."""
-    eqx = pytest.importorskip("equinox")
-    auto = functools.partial(importlib.import_module("jaxnorm.equinox").auto_remat, budget=budget)
+    auto = functools.partial(jaxnorm.equinox.auto_remat, budget=budget)
 
     class Block(eqx.Module):
         linear: eqx.Module
@@ -249,13 +249,10 @@ def test_equinox(place, budget):
 
 
 def test_equinox_methods():
-    eqx = pytest.importorskip("equinox")
-    auto = importlib.import_module("jaxnorm.equinox").auto_remat
-
     class Layer(eqx.Module):
         w: jax.Array
 
-        @auto
+        @jaxnorm.equinox.auto_remat
         def __call__(self, x):
             return jnp.sum(jax.nn.silu(x @ self.w) * jnp.sin(x))
 
@@ -263,4 +260,4 @@ def test_equinox_methods():
     plain = jax.grad(lambda w: jnp.sum(jax.nn.silu(X @ w) * jnp.sin(X)))
     assert_same(lambda: gradient.w, lambda: plain(W[0]))
     with pytest.raises(ValueError, match=r"^jaxnorm.auto_remat: budget=-1"):
-        auto(Layer(W[0]), budget=-1)
+        jaxnorm.equinox.auto_remat(Layer(W[0]), budget=-1)

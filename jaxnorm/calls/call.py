@@ -362,7 +362,6 @@ class Call:
         """Return the reason why the implementation `name` cannot run the call, or None."""
         return backends.implementation(name).why_unsupported(self.as_seen_by(name))
 
-
     def check_implementation(self) -> None:
         """Raise ValueError if the user requested an implementation that cannot run the call."""
         if (name := self.implementation) is not None:
