@@ -1,11 +1,13 @@
 """``python -m jaxnorm``: its output, the errors that its check finds, and its exit status."""
 
+import ast
 import ctypes
 import io
 import subprocess
 import sys
 import types
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 import jaxnorm
 from jaxnorm.__main__ import main
 from jaxnorm.calls import backends
-from jaxnorm.tools import machine, selfcheck, text, wall_time
+from jaxnorm.tools import machine, references, selfcheck, text, wall_time
 from jaxnorm.tools.plan import functions
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Implementation
@@ -101,6 +103,25 @@ def test_right_and_wrong_values(case, monkeypatch):
     wrong = selfcheck.check(case, "float32")
     assert min(wrong.value, wrong.gradient) > 1, wrong
     assert not wrong.is_right
+
+
+@pytest.mark.parametrize("name", ["softmax causal", "rms_norm", "linear_kl_divergence"])
+def test_wrong_values_of_bfloat16(name, monkeypatch):
+    """The bounds of bfloat16 are larger; with them, the check finds a relative error of 2**-4."""
+    (case,) = [case for case in selfcheck.CASES if str(case) == name]
+    function = getattr(jaxnorm, case.function)
+    monkeypatch.setattr(jaxnorm, case.function, shifted(function, 1 + 2**-4))
+    wrong = selfcheck.check(case, "bfloat16")
+    assert min(wrong.value, wrong.gradient) > 1, wrong
+
+
+def test_the_references_share_nothing_with_what_they_check():
+    """The references import only JAX, NumPy and the standard library."""
+    tree = ast.parse(Path(references.__file__).read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or alias.name for node in nodes for alias in node.names]
+    allowed = {"collections", "functools", "jax", "math", "numpy", "typing"}
+    assert {name.partition(".")[0] for name in names} <= allowed
 
 
 def few_cases(monkeypatch):
