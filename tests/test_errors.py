@@ -182,7 +182,7 @@ OF_NORM_LINEAR = [
 OF_LINEAR_LOSS = [
     ({"weight": T((5, 3))}, r"\(5, 3\); expected \(3, V\).*weight.T"),
     ({"weight": T(3)}, r"weight has shape \(3,\); expected \(3, V\)"),
-    ({"weight": T((3, 0))}, "one class or more"),
+    *(({"weight": T(s)}, "one class or more") for s in [(3, 0), (0, 3), (3, 0, 2), (4, 3, 3)]),
     ({"x": T(())}, r"x has shape \(\); expected \(..., d\), a vector of features"),
     ({"bias": T((1, 5))}, r"bias has shape \(1, 5\); expected \(5,\)"),
     ({"labels": T((2, 1, 1), int)}, r"\(2, 1, 1\); expected \(2,\).*reshape"),
@@ -332,7 +332,7 @@ ARGUMENTS = {
     "linear_kl_divergence": (
         {**LINEAR, **OF_TEACHER},
         [
-            *(({**case, **OF_TEACHER}, message) for case, message in OF_LINEAR_LOSS[:5]),
+            *(({**case, **OF_TEACHER}, message) for case, message in OF_LINEAR_LOSS[:8]),
             (
                 {"teacher_weight": T((3, 5))},
                 r"teacher_weight has shape \(3, 5\); expected \(4, V\)",

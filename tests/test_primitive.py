@@ -42,6 +42,17 @@ def test_layers_have_the_passes_of_the_first(function):
     assert len({*map(id, passes)}) == len({*passes}) == 2
 
 
+def test_printed_programs_show_the_call():
+    """They show options that differ from their defaults, and axes that are not the last one."""
+    x = jax.ShapeDtypeStruct((4, 8, 2), jnp.float32)
+    norm = functools.partial(jaxnorm.layer_norm, axis=(1, 2), implementation="xla")
+    shown = "[4, 8, 2] -> float32 axis=(1, 2) save=output implementation=xla)"
+    assert shown in str(jax.make_jaxpr(norm)(x))
+    softmax = functools.partial(jaxnorm.softmax, axis=1, scale=0.5)
+    shown = "[4, 8, 2] -> float32 axis=(1,) scale=0.5 wrt=x)"
+    assert shown in str(jax.make_jaxpr(gradient(softmax))(x))
+
+
 def kernel_shapes(function, *operands):
     """Return the type of the first result of each Mosaic kernel, as text."""
     text = text_for_cuda(function, *operands)

@@ -312,18 +312,11 @@ SCALED = {
     "cross_entropy": lambda x, s, w: jaxnorm.softmax_cross_entropy_with_integer_labels(
         x, LABELS, logits_scale=s, where=LABELS > 1
     ),
-    "log_prob": lambda x, s, w: jaxnorm.log_prob_and_entropy(x, LABELS, logits_scale=s),
     "kl_divergence": lambda x, s, w: jaxnorm.kl_divergence(
         x, jnp.where(jnp.isinf(x), x, w[: len(x)]), logits_scale=s
     ),
-    "linear_cross_entropy": lambda x, s, w: jaxnorm.linear_softmax_cross_entropy(
-        x, w, LABELS, logits_scale=s
-    ),
     "linear_log_prob": lambda x, s, w: jaxnorm.linear_log_prob_and_entropy(
         x, w, LABELS, logits_scale=s
-    ),
-    "linear_kl_divergence": lambda x, s, w: jaxnorm.linear_kl_divergence(
-        *(x, w, jnp.sin(x), w), logits_scale=s, reduction="none"
     ),
 }
 

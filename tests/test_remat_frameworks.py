@@ -93,25 +93,6 @@ def test_nnx(of, budget):
         np.testing.assert_array_equal(a, b)
 
 
-def test_nnx_in_a_training_step():
-    graph, state = nnx.split(NnxBlock(nnx.Rngs(0)))
-
-    def run(remat):
-        block = nnx.merge(graph, jax.tree.map(jnp.asarray, state))
-
-        @nnx.jit
-        def step(block, x):
-            loss, gradients = nnx.value_and_grad(remat(lambda b, x: jnp.sum(b(x) ** 2)))(block, x)
-            weights = nnx.state(block, nnx.Param)
-            nnx.update(block, jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients))
-            return loss
-
-        losses = [step(block, X) for _ in range(2)]
-        return [*losses, block.norm.mean[...], block.calls[...]]
-
-    assert_same(lambda: run(jaxnorm.nnx.auto_remat), lambda: run(lambda f: f))
-
-
 class LinenBlock(linen.Module):
     def setup(self):
         self.dense = linen.Dense(COLS)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxnorm.calls import private_jax
 from jaxnorm.primitives.recomputation import without_constants
 from jaxnorm.remat import planning
+from jaxnorm.remat.planning import Survey
 from jaxnorm.remat.regions import Plan, Pricing, Region
 
 _NAME = "jaxnorm.auto_remat"
@@ -130,6 +131,11 @@ class Call:
     def region(self, in_loop: bool = False) -> Region:
         """Return the region of the whole program. `in_loop` is True if the call is in a loop."""
         return Region(self.traced, [True] * len(self.arrays), in_loop)
+
+    def survey(self, mask: Sequence[bool]) -> Survey:
+        """Return the choices of the derivative by the arrays that `mask` selects."""
+        tangents = [a for a, is_along in zip(self.arrays, mask) if is_along]
+        return planning.survey(self.region(), tuple(mask), self.arrays, tangents)
 
     def results(self, arrays: Sequence[Any]) -> Any:
         """Return the result of the call, given its arrays."""
