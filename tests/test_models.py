@@ -66,10 +66,10 @@ OFFSETS = {"Llama": 0.0, "Gemma": 1.0}  # Both models define a norm class.
 NORMS = 5  # Each model has five norms: two in each of its two layers, and one more.
 
 
-def hugging_face(name, dtype):
+def hugging_face(name, dtype, **sizes):
     """Return a small model with random parameters. Nothing is downloaded."""
     transformers = pytest.importorskip("transformers")
-    configuration = getattr(transformers, f"{name}Config")(**CONFIGURATIONS[name])
+    configuration = getattr(transformers, f"{name}Config")(**CONFIGURATIONS[name] | sizes)
     return getattr(transformers, f"Flax{name}Model")(configuration, seed=0, dtype=jnp.dtype(dtype))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 import reference
 from remat_cases import assert_fits, assert_same
-from test_models import CONFIGURATIONS, hugging_face, transformers
+from test_models import CONFIGURATIONS, hugging_face
 
 import jaxnorm
 from benchmarks.remat_models import language, measure, policies
@@ -18,7 +18,6 @@ from benchmarks.remat_models.__main__ import PAGE
 from benchmarks.remat_models.measure import CASES
 from benchmarks.remat_models.policies import POLICIES
 
-__all__ = ["transformers"]  # a fixture
 # Models whose plans take less than three seconds.
 QUICK = ("GPT-2", "Llama 3.2 1B", "Qwen 3 8B", "Mixtral 8x7B")
 # Names of models whose layers can also be unrolled.
@@ -149,12 +148,12 @@ def test_saved_activations(name, build):
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")  # Old packages cause warnings.
 @pytest.mark.parametrize("name", [*CONFIGURATIONS])
-def test_hugging_face(transformers, name):
+def test_hugging_face(name):
     """The models are unchanged: layers are unrolled, and attention is in plain JAX."""
     tokens = jax.random.randint(jax.random.key(0), (8, 16), 0, 64)
 
     def gradient(dtype, remat):
-        model = hugging_face(transformers, name, dtype)
+        model = hugging_face(name, dtype)
 
         def loss(params):
             return jnp.sum(jnp.sin(model(tokens, params=params).last_hidden_state))
