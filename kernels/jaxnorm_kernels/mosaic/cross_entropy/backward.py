@@ -77,26 +77,26 @@ def gradient(
     numbers: Sequence[jax.Array],
 ) -> jax.Array:
     """Return dx in float32 for one unit of an unmasked row; see `launch_backward`."""
-    top, log_sum, d, *of_entropy = numbers
+    top, log_sum, d, *entropy_and_cotangent = numbers
     g_x = g(x, spec)
     p, log_p, base = probability(g_x - top, log_sum, spec)
-    if of_entropy:
-        entropy, e = of_entropy
+    if entropy_and_cotangent:
+        entropy, e = entropy_and_cotangent
         is_valid = jnp.logical_or(is_class(label.label, spec), d == 0)
         d = jnp.where(is_valid, d, jnp.nan)
-        of_log = (e * base) * finite(log_p)
-        dz, of_label = -p * ((d + e * entropy) + of_log), d
+        log_term = (e * base) * finite(log_p)
+        dz, label_term = -p * ((d + e * entropy) + log_term), d
     else:
-        of_label = -(1 - spec.loss.label_smoothing) * d
-        of_p = d
+        label_term = -(1 - spec.loss.label_smoothing) * d
+        factor = d
         if spec.loss.z_loss:
-            of_p = (1 + 2 * spec.loss.z_loss * (f_times(top, spec) + log_sum)) * d
-        dz = p * of_p
+            factor = (1 + 2 * spec.loss.z_loss * (f_times(top, spec) + log_sum)) * d
+        dz = p * factor
         if spec.loss.label_smoothing:
             dz = dz - (spec.loss.label_smoothing / spec.classes) * d
 
     def with_label() -> jax.Array:
-        return jnp.where(columns == label.label - unit.start, dz + of_label, dz)
+        return jnp.where(columns == label.label - unit.start, dz + label_term, dz)
 
     # Most units do not contain the label. Compare the columns with the label only in units that do.
     dx = times_slope(lax.cond(label.is_in_unit, with_label, lambda: dz), g_x, spec)

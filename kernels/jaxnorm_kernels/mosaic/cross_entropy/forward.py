@@ -53,7 +53,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     where,
 )
 from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, cached
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
@@ -63,8 +63,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     widen,
 )
 from jaxnorm_kernels.mosaic.device.threads import (
-    OF_THREADS,
-    of_threads,
+    PER_THREAD,
+    per_thread,
     spread,
     thread_max,
     thread_sum,
@@ -94,7 +94,7 @@ _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
 _COLUMNS = 16
 
 
-@kept
+@cached
 def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
     # A thread needs 80 registers instead of 64 if it computes a third sum (see `Sums`), or the tanh
@@ -154,7 +154,7 @@ def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
         if spec.loss.label_smoothing:
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
-        nothing: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (sums_of(spec) - 1))
+        nothing: Sums = (per_thread(numerics.LOWEST), *[per_thread(0.0)] * (sums_of(spec) - 1))
         read = functools.partial(load_units, ref=x, row=row.index)
         add = functools.partial(_add, label=column, r=r, spec=spec)
         parts = row.gather(*_of_warps(steps.reduce(read, add, nothing, first), spec))
@@ -215,7 +215,7 @@ def _without(
 def _of_warps(sums: Sums, spec: Spec) -> Sums:
     m, s, *t = sums
     of_warp = jnp.max(m, axis=1)
-    depth = m - lax.broadcast_in_dim(of_warp, OF_THREADS, (0,))
+    depth = m - lax.broadcast_in_dim(of_warp, PER_THREAD, (0,))
     rescaled = _rescaled(s, t, depth, _exp(f_times(depth, spec)), spec)
     return of_warp, *[jnp.sum(v, axis=1) for v in rescaled]
 

@@ -49,11 +49,11 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     where,
 )
 from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, cached
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.threads import (
-    OF_THREADS,
-    of_threads,
+    PER_THREAD,
+    per_thread,
     spread,
     thread_max,
     thread_sum,
@@ -122,7 +122,7 @@ def _of_teacher(spec: Spec) -> Spec:
     )
 
 
-@kept
+@cached
 def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
     warpgroups = warpgroups_of(spec, gpu, _MOST_WARPGROUPS)
@@ -156,7 +156,7 @@ def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
     first = read(steps.first())
 
     def reduce() -> list[jax.Array]:
-        lowest, zero = of_threads(numerics.LOWEST), of_threads(0.0)
+        lowest, zero = per_thread(numerics.LOWEST), per_thread(0.0)
         nothing = _Sums(lowest, lowest, zero, zero, zero, zero)
         sums = steps.reduce(read, functools.partial(_add, pair=pair), nothing, first)
         return _finish(_merge(_Sums(*row.gather(*_of_warps(sums, pair))), pair), spec)
@@ -203,11 +203,11 @@ def _terms(
     # -inf and d_P is finite, Q is 0 and the exact P is positive, although e_P is rounded to 0. Then
     # u is +inf, and the term and the divergence are infinite. The code also checks d_Q, because u
     # may be +inf for a finite d_Q, if the multiplication by f overflows.
-    of_none = jnp.where((u == jnp.inf) & (depth_q == -jnp.inf), jnp.inf, 0.0)
-    of_ratio = jnp.where(e_p > 0, e_p * u, of_none)
+    infinite_term = jnp.where((u == jnp.inf) & (depth_q == -jnp.inf), jnp.inf, 0.0)
+    term_of_a = jnp.where(e_p > 0, e_p * u, infinite_term)
     near = -u * (1 - u * (1 / 2) * (1 - u * (1 / 3) * (1 - u * (1 / 4) * (1 - u * (1 / 5)))))
     difference = jnp.where(jnp.abs(u) < _SMALL, e_p * near, e_q - e_p)
-    return e_p, e_q, of_ratio, difference
+    return e_p, e_q, term_of_a, difference
 
 
 def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums:
@@ -227,8 +227,8 @@ def _rescaled(sums: _Sums, m_p: jax.Array, m_q: jax.Array, pair: _Pair) -> _Sums
 def _of_warps(sums: _Sums, pair: _Pair) -> _Sums:
     """Return the sums of each of the four warps, from the sums of their threads."""
     tops = [jnp.max(m, axis=1) for m in (sums.m_p, sums.m_q)]
-    of_threads_of = (lax.broadcast_in_dim(top, OF_THREADS, (0,)) for top in tops)
-    rescaled = _rescaled(sums, *of_threads_of, pair)
+    broadcast_tops = (lax.broadcast_in_dim(top, PER_THREAD, (0,)) for top in tops)
+    rescaled = _rescaled(sums, *broadcast_tops, pair)
     return _Sums(*tops, *[jnp.sum(v, axis=1) for v in rescaled[2:]])
 
 
@@ -294,16 +294,16 @@ def _gradient(
 ) -> jax.Array:
     """Return dx in float32 for one unit of an unmasked row; see `launch_backward`."""
     m_q, log_s_q, m_p, log_s_p, d, *of_reverse = numbers
-    of_teacher, g_x = _of_teacher(spec), g(x, spec)
-    below_q, below_p = g_x - m_q, g(teacher, of_teacher) - m_p
+    teacher_spec, g_x = _of_teacher(spec), g(x, spec)
+    below_q, below_p = g_x - m_q, g(teacher, teacher_spec) - m_p
     q, _, _ = probability(below_q, log_s_q, spec)
     if of_reverse:
-        pair = _Pair(spec, of_teacher)
+        pair = _Pair(spec, teacher_spec)
         ratio = pair.difference(below_q, below_p) + (log_s_p - log_s_q)
         dz = d * jnp.where(q == 0, 0.0, q * (ratio - of_reverse[0]))
     else:
         # Compute p in the same precision as q, so that equal logits have a gradient of exactly 0.
-        alike = of_teacher.replaced(gradient_dtype=spec.dx_dtype)
+        alike = teacher_spec.replaced(gradient_dtype=spec.dx_dtype)
         p, _, _ = probability(below_p, log_s_p, alike)
         dz = d * (q - p)
     dx = times_slope(dz, g_x, spec)

@@ -6,7 +6,7 @@ With a = logits_scale and c = logit_softcap:
     g = sign(a) x        f = |a|    dz / dx = a                without a softcap
 
 The scale is a number, or an array with a number for each row. In the second case, functions of a
-kernel take the spec of a row (see `of_row`), whose `logits_scale` is a traced scalar.
+kernel take the spec of a row (see `with_scale_of_row`), whose `logits_scale` is a traced scalar.
 
 Kernels compute maxima and differences from g. They multiply by f only in exponents and results. The
 XLA implementation does the same.
@@ -27,7 +27,7 @@ _FAR = -1e20
 _TINY = 2.0**-126
 
 
-def of_row(spec: Spec, scale: jax.Array | None) -> Spec:
+def with_scale_of_row(spec: Spec, scale: jax.Array | None) -> Spec:
     """Return the spec of a row whose logits are multiplied by `scale`, a traced scalar.
 
     If `scale` is None, return `spec` itself. A spec with a traced scalar can be neither hashed nor

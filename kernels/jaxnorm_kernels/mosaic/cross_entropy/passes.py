@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands
-from jaxnorm_kernels.mosaic.cross_entropy.logits import of_row
-from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT
+from jaxnorm_kernels.mosaic.cross_entropy.logits import with_scale_of_row
+from jaxnorm_kernels.mosaic.device.gpu import CACHED_SCHEDULES
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, present, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
@@ -38,7 +38,7 @@ from jaxnorm_kernels.specs import Spec
 _F32 = np.dtype(np.float32)
 
 
-@functools.lru_cache(maxsize=SCHEDULES_KEPT)
+@functools.lru_cache(maxsize=CACHED_SCHEDULES)
 def units_of(spec: Spec, *, padded: bool = False) -> RowFragments:
     """Return how the classes of a row are divided into units; see `RowFragments`.
 
@@ -183,7 +183,7 @@ class LossRow(NamedTuple):
     """The row that a block processes.
 
     Attributes:
-      spec: the spec for computations with the row's logits; see `of_row`.
+      spec: the spec for computations with the row's logits; see `with_scale_of_row`.
       index: index of the row.
       steps: the steps of this warpgroup.
       gather: a function that exchanges sums between all warps of the block; see `Gather`.
@@ -224,12 +224,12 @@ def launch_forward(
 
     def body(*refs: Ref) -> None:
         operand_refs, result_refs, scratch = split(refs, count, results)
-        index, of_this_row = lax.axis_index(BLOCK), spec
+        index, spec_of_row = lax.axis_index(BLOCK), spec
         if scale is not None:
             *operand_refs, scales = operand_refs
-            of_this_row = of_row(spec, load(scales.at[index], None))
+            spec_of_row = with_scale_of_row(spec, load(scales.at[index], None))
         steps = Steps(units_of(spec), schedule, index)
-        row = LossRow(of_this_row, index, steps, functools.partial(gather, scratch))
+        row = LossRow(spec_of_row, index, steps, functools.partial(gather, scratch))
         compute(row, operand_refs, result_refs)
 
     return launch(
@@ -321,7 +321,7 @@ def launch_backward(
         range of columns (see `Fragment`). The function is not called for masked rows. It is called
         with these positional arguments, in this order:
 
-        * the spec of the row (see `of_row`);
+        * the spec of the row (see `with_scale_of_row`);
         * the elements of x in this unit, in float32;
         * the elements of the teacher's logits in this unit, in float32, only for a divergence;
         * the unit, as a `Fragment`;
@@ -330,8 +330,8 @@ def launch_backward(
         * a list with the row's value of each array in `numbers`.
       scale: an array with the scale of each row's logits. None if all rows have the same scale.
     """
-    of_rows = units_of(spec, padded=True)
-    parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
+    fragments = units_of(spec, padded=True)
+    parts, units = schedule.parts(spec), min(schedule.units, fragments.count)
     arrays = present(*logits, labels, *numbers, scale)
 
     # JAX caches the traced body, so the body must not refer to traced arrays.
@@ -343,29 +343,29 @@ def launch_backward(
         block = lax.axis_index(BLOCK)
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
-        def write(of_block: Sequence[Fragment]) -> None:
+        def write(block_units: Sequence[Fragment]) -> None:
             # Start the loads of the logits first, and then the loads of the row's few other numbers
             # (statistics, cotangents). All these loads are then in flight at the same time.
-            raw = [load_units(of_block, ref, row) for ref in logit_refs]
+            raw = [load_units(block_units, ref, row) for ref in logit_refs]
             label = read_label(others[0], row) if has_label else None
             values = [load(ref.at[row], None) for ref in others[has_label:]]
             has_entry = values[1] != -jnp.inf
-            scaled = of_row(spec, None if scale is None else values.pop())
-            shape, layout = of_block[0].shape, of_block[0].layout
+            scaled = with_scale_of_row(spec, None if scale is None else values.pop())
+            shape, layout = block_units[0].shape, block_units[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
             columns = flat_index(shape, layout)  # indices relative to a unit's first column
-            labels_of: list[list[Label]] = [[] for _ in of_block]
+            labels_of: list[list[Label]] = [[] for _ in block_units]
             if label is not None:
-                labels_of = [[Label(label, unit.has(label))] for unit in of_block]
-            for unit, of_label, *elements in zip(of_block, labels_of, *raw):
+                labels_of = [[Label(label, unit.has(label))] for unit in block_units]
+            for unit, of_label, *elements in zip(block_units, labels_of, *raw):
                 wide = [widen(value, layout) for value in elements]
                 operands = (scaled, *wide, unit, columns, *of_label, values)
                 of_unit = functools.partial(gradient, *operands)
                 unit.store(dx, row, lax.cond(has_entry, of_unit, lambda: zero))
 
-        write([of_rows.unit(row, part * units + k) for k in range(units)])
-        if of_rows.has_edges:
-            pl.when(part == 0)(lambda: write(of_rows.edges(row)))
+        write([fragments.unit(row, part * units + k) for k in range(units)])
+        if fragments.has_edges:
+            pl.when(part == 0)(lambda: write(fragments.edges(row)))
 
     (dx,) = launch(
         body,

@@ -17,9 +17,9 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: Maximum number of schedules in a cache. `kept` creates one cache for each function that it
+#: Maximum number of schedules in a cache. `cached` creates one cache for each function that it
 #: decorates.
-SCHEDULES_KEPT = 1024
+CACHED_SCHEDULES = 1024
 
 # Limits of all GPUs that have clusters: the number of registers of a multiprocessor, and the
 # maximum number of registers of a thread.
@@ -96,14 +96,14 @@ RTX_5090 = dataclasses.replace(
 GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
 
 
-def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
+def cached[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
     """Decorate a function that chooses a schedule: cache its results, and make the GPU optional.
 
     `choose` maps the spec of a call and a GPU to a schedule. By default, the GPU is the local GPU.
     The cache saves time because each schedule is needed at least twice: to check that the call is
     supported, and to run it.
     """
-    once = functools.lru_cache(maxsize=SCHEDULES_KEPT)(choose)
+    once = functools.lru_cache(maxsize=CACHED_SCHEDULES)(choose)
 
     @functools.wraps(choose)
     def choice(spec: Any, gpu: Gpu | None = None) -> T:

@@ -165,7 +165,7 @@ class Places(NamedTuple):
     step: int
     elements: int
 
-    def of_thread(self) -> Word:
+    def thread_position(self) -> Word:
         """Return the position of the current thread's first element, as an MLIR integer."""
         own, total = thread(), None
         for divisor, size, stride in self.terms:
@@ -213,7 +213,7 @@ def addresses(ref: Any, layout: Any, shape: tuple[int, ...]) -> list[Any]:
     `ref` is in global memory. The array in registers has the given tiled layout and shape.
     """
     where = places(layout, shape, _strides(ref))
-    return _from(in_global(utils.memref_ptr(ref)), where.of_thread(), where.registers, ref)
+    return _from(in_global(utils.memref_ptr(ref)), where.thread_position(), where.registers, ref)
 
 
 def load_arrays(
@@ -244,9 +244,9 @@ def load_arrays(
         strides = _strides(ref)
         if strides not in positions:
             positions[strides] = _positions(layout, shape, strides, at, starts)
-        of_thread, distances = positions[strides]
+        position, distances = positions[strides]
         register = ir.VectorType.get(register_shape, ir.MemRefType(ref.type).element_type)
-        found = _from(utils.memref_ptr(ref), of_thread, distances, ref)
+        found = _from(utils.memref_ptr(ref), position, distances, ref)
         loaded = [llvm.load(register, address) for address in found]
         for first in range(0, len(loaded), count):
             arrays.append(_array(loaded[first : first + count], layout, shape, signed))
@@ -271,13 +271,13 @@ def _positions(
     is_range = len(at) == len(strides)
     of_array = [prod(shape[axis + 1 :]) for axis in range(len(shape))] if is_range else strides
     where = places(layout, shape, tuple(of_array[-len(shape) :]))
-    of_thread, fixed = where.of_thread(), 0
+    position, fixed = where.thread_position(), 0
     for index, stride in zip(at, strides):
         if isinstance(index, int):
             fixed += index * stride
         else:
-            of_thread = of_thread + index * stride
-    return of_thread, [fixed + start + k for start in starts for k in where.registers]
+            position = position + index * stride
+    return position, [fixed + start + k for start in starts for k in where.registers]
 
 
 def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
@@ -288,7 +288,7 @@ def indices(layout: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> An
     """
     where = places(layout, shape, strides)
     register = ir.VectorType.get((where.elements,), ir.IntegerType.get_signless(32))
-    first = vector.broadcast(register, where.of_thread().value)
+    first = vector.broadcast(register, where.thread_position().value)
     registers = []
     for k in where.registers:
         offsets = np.asarray([k + where.step * i for i in range(where.elements)], np.int32)
@@ -302,14 +302,14 @@ def _strides(ref: Any) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _from(base: Any, of_thread: Word, distances: Sequence[int], ref: Any) -> list[Any]:
+def _from(base: Any, position: Word, distances: Sequence[int], ref: Any) -> list[Any]:
     """Return an address for each of `distances`.
 
-    Distances are in elements, and count from the position `of_thread` of this thread. `base` is the
+    Distances are in elements, and count from `position`, which depends on the thread. `base` is the
     address of the ref's first element.
     """
     kind = ir.MemRefType(ref.type).element_type
-    first = utils.getelementptr(base, [of_thread.value], kind)
+    first = utils.getelementptr(base, [position.value], kind)
     return [utils.getelementptr(first, [k], kind) if k else first for k in distances]
 
 

@@ -28,7 +28,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, utils, vector
 from jaxnorm_kernels.mosaic.device.numerics import exp2
 
-OF_THREADS = (WARPS, WARP)
+PER_THREAD = (WARPS, WARP)
 
 # Number of elements whose reciprocals are computed from a single reciprocal instruction, which
 # inverts their product (see `_reciprocals`). Per clock, an SM computes only 16 reciprocals, but 128
@@ -36,9 +36,9 @@ OF_THREADS = (WARPS, WARP)
 _SHARING = 4
 
 
-def of_threads(value: float) -> jax.Array:
+def per_thread(value: float) -> jax.Array:
     """Return a ``(4, 32)`` array, one element per thread, filled with `value`."""
-    return plgpu.layout_cast(jnp.full(OF_THREADS, value, jnp.float32), warps_layout(1))
+    return plgpu.layout_cast(jnp.full(PER_THREAD, value, jnp.float32), warps_layout(1))
 
 
 def thread_max(unit: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ def spread(value: jax.Array, v: int) -> jax.Array:
         return value
 
     @inline(
-        lambda value: lax.broadcast_in_dim(value, (*OF_THREADS, v), (0, 1)).reshape(shape),
+        lambda value: lax.broadcast_in_dim(value, (*PER_THREAD, v), (0, 1)).reshape(shape),
         (warps_layout(1),),
         plgpu.ShapeDtypeStruct(shape, jnp.float32, warps_layout(v)),
     )
@@ -131,9 +131,9 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
         return unit
 
     @inline(
-        lambda unit: of_axis(unit.reshape(*OF_THREADS, v), axis=2),
+        lambda unit: of_axis(unit.reshape(*PER_THREAD, v), axis=2),
         (warps_layout(v),),
-        plgpu.ShapeDtypeStruct(OF_THREADS, jnp.float32, warps_layout(1)),
+        plgpu.ShapeDtypeStruct(PER_THREAD, jnp.float32, warps_layout(1)),
     )
     def fold(context: Any, unit: Any) -> Any:
         (register,) = unit.registers.flat
@@ -142,6 +142,6 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
             elements = [pairwise(a, b) for a, b in zip(elements[::2], elements[1::2])]
         kind = ir.VectorType.get((1,), ir.F32Type.get())
         value = vector.broadcast(kind, elements[0])
-        return of_register(value, warps_layout(1).to_mgpu(), OF_THREADS)
+        return of_register(value, warps_layout(1).to_mgpu(), PER_THREAD)
 
     return fold(unit)

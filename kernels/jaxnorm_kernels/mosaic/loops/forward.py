@@ -92,7 +92,7 @@ def run(
     return list(outputs[: len(results)]), list(outputs[len(results) :])
 
 
-def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
+def param_of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
     """Return the ``(cols,)`` part of a parameter that applies to a row's group of rows.
 
     `param` is ``(groups, cols)``. If it is ``(cols,)``, there are no groups, and `param` itself is

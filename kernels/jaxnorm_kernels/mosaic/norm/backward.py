@@ -48,11 +48,8 @@ from jaxnorm_kernels.mosaic.norm.elementwise import (
     reciprocal,
     within_limit,
 )
-from jaxnorm_kernels.mosaic.schedules.norm_backward import (
-    NormSchedule,
-    norm_schedule,
-    persistent_blocks,
-)
+from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
+from jaxnorm_kernels.mosaic.schedules.norm_backward import NormSchedule
 from jaxnorm_kernels.specs import Spec
 
 
@@ -205,13 +202,13 @@ def _run(
     Returns two values. The first is a list of arrays of x's shape, such as dx, with the dtypes in
     `results`. The second is a dict that maps the name of each parameter to its gradient.
     """
-    schedule = required(schedule or norm_schedule(spec), spec)
+    schedule = required(schedule or schedules.norm_schedule(spec), spec)
     call = BackwardCall(
         present(*rows),
         residuals.stats,
         present(*params),
         groups=spec.groups,
-        blocks=persistent_blocks(spec, schedule),
+        blocks=schedules.persistent_blocks(spec, schedule),
         results=tuple(results),
         name=f"jaxnorm_{op or spec.op}_bwd",
     )
@@ -493,7 +490,7 @@ def two_norms_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: NormSchedule | None = None
 ) -> Operands:
     """Compute the backward pass of `norm_add_norm`, in two kernels if rows are too long for one."""
-    schedule = schedule or norm_schedule(spec)
+    schedule = schedule or schedules.norm_schedule(spec)
     if schedule is None:
         return composed_two_norms_bwd(norm_bwd, residuals, cotangents, spec)
     (dx, dresidual), gradients = _run(

@@ -43,7 +43,7 @@ from jaxnorm_kernels.mosaic.device.launch import present, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
 from jaxnorm_kernels.mosaic.loops.each_row import LoadedRow, Steps, each_row
-from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run, store_stats
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, param_of_group, run, store_stats
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Stat, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
@@ -122,9 +122,10 @@ class _Params:
         `columns` returns one list per fragment instead.)
 
         ``index()`` returns the index of the row (or rows) to which the parameters are applied. If
-        each group of rows has its own parameters, the index selects the group (see `of_group`).
+        each group of rows has its own parameters, the index selects the group (see
+        `param_of_group`).
         """
-        return [self.tile.load_param(of_group(ref, self.rows, index)) for ref in self.refs[k]]
+        return [self.tile.load_param(param_of_group(ref, self.rows, index)) for ref in self.refs[k]]
 
     def load_all(self) -> list[Columns]:
         """Load all parameters. All rows of a block use the same parameters."""

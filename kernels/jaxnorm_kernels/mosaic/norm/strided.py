@@ -104,8 +104,8 @@ def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> O
 
     def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
         stat_refs, param_refs, (dx_ref,), gradient_refs = split(refs, *counts)
-        of_inner = [strip.stat(ref) for ref in stat_refs]
-        stats = [strip.broadcast(stat) for stat in of_inner]
+        inner_stats = [strip.stat(ref) for ref in stat_refs]
+        stats = [strip.broadcast(stat) for stat in inner_stats]
         prepared = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
         columns = [strip.broadcast(column) for column in prepared]
 
@@ -116,7 +116,7 @@ def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> O
             return formula.terms(elements(fragment, formula.summed), columns, stats)
 
         sums = gather(_add, strip.sum(terms, formula.row_sums, waits=True))
-        gradients, totals = formula.of_inner(sums, prepared, of_inner)
+        gradients, totals = formula.inner_gradients(sums, prepared, inner_stats)
         for ref, gradient in zip(gradient_refs, gradients):
             strip.store_inner(ref, gradient)
         wide = [strip.broadcast(strip.group_sum(total)) for total in totals]
@@ -262,7 +262,7 @@ class _StripFormula(NormFormula):
         dx = dx - c * (c2 * stats[0])
         return dx + dh[0] if dh else dx
 
-    def of_inner(
+    def inner_gradients(
         self, sums: Arrays, params: Arrays, stats: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return two lists: the gradients of the parameters, and the terms of the row sums.

@@ -24,7 +24,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, cached
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     WARP,
@@ -51,8 +51,8 @@ from jaxnorm_kernels.mosaic.schedules.columns import (
 )
 from jaxnorm_kernels.specs import Op, Spec
 
-Kind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipelined_row"]
-_TILES: dict[Kind, type[Tile]] = {
+TileKind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipelined_row"]
+_TILES: dict[TileKind, type[Tile]] = {
     "row_tile": RowTile,
     "pipelined_tile": RowTile,
     "warpgroup_row": WarpgroupRow,
@@ -91,7 +91,7 @@ class TileSchedule:
         which is a sum over rows of x (`BiasSums`).
     """
 
-    kind: Kind
+    kind: TileKind
     vector: int
     rows: int = 1
     threads: int = WARP
@@ -150,7 +150,7 @@ class ForwardRule:
         `cluster` blocks of `least` warpgroups each.
     """
 
-    kind: Kind
+    kind: TileKind
     cols: int | None = None
     waves: int | None = None
     row_bytes: int | None = None
@@ -248,7 +248,7 @@ _MOST_OF_GROUP = 2
 _TAIL = 2
 
 
-def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> TileSchedule:
+def schedule_of(line: ForwardRule, spec: Spec, gpu: Gpu) -> TileSchedule:
     """Return the schedule that a rule sets for the call `spec`."""
     dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
     vector = vector_width(spec.cols, *dtypes)
@@ -288,7 +288,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> TileSchedule:
     # `rows` is 0 if no tile size divides the number of rows in a group, or if x has fewer rows than
     # the smallest tile. Then a warpgroup processes one row.
     if not rows and spec.cols >= WARPGROUP_THREADS:
-        return of_line(ForwardRule("warpgroup_row"), spec, gpu)
+        return schedule_of(ForwardRule("warpgroup_row"), spec, gpu)
     return TileSchedule(
         "row_tile",
         vector,
@@ -346,7 +346,7 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Tile
     warpgroups, cluster = _distribute(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
-    part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
+    part_bytes, columns = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
     # If a call with two parameters needs a large cluster, a block occupies an entire SM, and takes
     # long to load its parameters. So launch only as many blocks as can run at the same time. Each
     # of them processes several rows, but loads its parameters only once.
@@ -365,7 +365,7 @@ def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Tile
         slots=max(1, slots),
         tiles=tiles,
         tail=0 if alone else _tail(tiles, gpu, cluster),
-        rereads=of_thread > _HELD_VALUES and (params < 2 or of_thread <= _REREAD_VALUES),
+        rereads=columns > _HELD_VALUES and (params < 2 or columns <= _REREAD_VALUES),
         params_first=True,
     )
 
@@ -396,8 +396,8 @@ def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
     """
     if spec.groups == 1:
         return tiles
-    of_group = spec.rows // spec.groups // rows
-    return next(n for n in range(min(tiles, _MOST_OF_GROUP), 0, -1) if of_group % n == 0)
+    tiles_of_group = spec.rows // spec.groups // rows
+    return next(n for n in range(min(tiles, _MOST_OF_GROUP), 0, -1) if tiles_of_group % n == 0)
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
@@ -487,9 +487,9 @@ PLACED = (
 )
 
 
-@kept
+@cached
 def choose(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     """Return the schedule of the first rule that applies, or None if no rule applies."""
     table = PLACED if depends_on_index(spec) else TABLE
     line = next((line for line in table if line.fits(spec, gpu)), None)
-    return None if line is None else of_line(line, spec, gpu)
+    return None if line is None else schedule_of(line, spec, gpu)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxnorm_kernels.mosaic.device.gpu import RESERVED_BYTES, Gpu, kept
+from jaxnorm_kernels.mosaic.device.gpu import RESERVED_BYTES, Gpu, cached
 from jaxnorm_kernels.mosaic.device.layouts import COPY_BYTES, VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.specs import Spec
@@ -101,7 +101,7 @@ def forward(spec: Spec) -> Heads | None:
     return Heads(vector, rest, threads, height)
 
 
-@kept
+@cached
 def backward(spec: Spec, gpu: Gpu) -> Heads | None:
     """Return the schedule of the backward pass, or None if the heads are not supported."""
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.x_dtype

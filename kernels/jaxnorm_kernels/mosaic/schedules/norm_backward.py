@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.device.gpu import (
     REGISTERS,
     RESERVED_BYTES,
     Gpu,
-    kept,
+    cached,
     local_gpu,
 )
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -92,7 +92,7 @@ _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12
 
 # Number of additional registers that a thread needs if the kernel has a third input, such as a
 # gate. They contain one vector of this input and one vector of its gradient.
-_KEPT_REGISTERS = 32
+_THIRD_INPUT_REGISTERS = 32
 
 # A row with at least this many columns is processed by an entire warpgroup, and a shorter row by
 # one warp. If a warpgroup processes a row, its warps must exchange the row's sums, which takes
@@ -108,7 +108,7 @@ _WARPGROUP_ROWS = 768
 _LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 
-@kept
+@cached
 def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
     """Return the schedule of a norm's backward pass, or None if no kernel supports the rows."""
     if not is_copied(spec):
@@ -209,12 +209,12 @@ def _registers(spec: Spec, width: int) -> int:
     # and the bias.
     held = 0
     for norm in spec.norms:
-        of_scale = 2 if norm.norm.saved == "output" else 1
-        held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
+        columns_of_scale = 2 if norm.norm.saved == "output" else 1
+        held += columns_of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
     held += spec.norm.branch_scale_dtype is not None
     # Two norms need about twice as many registers per column as one norm.
     of_column = (len(param_sizes(spec)) + held) * len(spec.norms)
-    others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.also_saved_dtypes)
+    others = OTHER_REGISTERS + _THIRD_INPUT_REGISTERS * len(spec.also_saved_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, Gpu, kept
+from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, Gpu, cached
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -14,7 +14,7 @@ from jaxnorm_kernels.mosaic.rows.logits import (
     threads_of_runs,
 )
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, full_bias_dtype, row_vector
-from jaxnorm_kernels.mosaic.schedules.forward import Kind, TileSchedule
+from jaxnorm_kernels.mosaic.schedules.forward import TileKind, TileSchedule
 from jaxnorm_kernels.specs import Spec
 
 # Pairs (maximum number of columns of a row, number of warpgroups per block). The first pair that a
@@ -55,7 +55,7 @@ _HELD_BYTES, _HELD_VECTORS = 128, 32
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
-@kept
+@cached
 def softmax_schedule(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     """Return the schedule, or None if no kernel supports these rows."""
     schedule = _placed_tile(spec) if depends_on_index(spec) else _tile(spec)
@@ -116,7 +116,7 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> TileSchedule | None:
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _HELD if full_bias_dtype(spec) is None else _SUMMED:
         if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
-            kind: Kind = "split_row" if warpgroups > 1 else "warpgroup_row"
+            kind: TileKind = "split_row" if warpgroups > 1 else "warpgroup_row"
             return TileSchedule(kind, vector, warpgroups=warpgroups)
     for warpgroups in _SPREAD_WARPGROUPS:
         threads = warpgroups * WARPGROUP_THREADS

@@ -128,10 +128,10 @@ def refusal(spec: Spec) -> str | None:
 def strips_of(spec: Spec, gpu: Gpu | None = None) -> StripSchedule | None:
     """Return the strips that the first applicable rule defines, or None if no rule applies."""
     gpu = gpu or local_gpu()
-    return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
+    return next((found for line in TABLE if (found := schedule_of(line, spec, gpu))), None)
 
 
-def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> StripSchedule | None:
+def schedule_of(line: StripRule, spec: Spec, gpu: Gpu) -> StripSchedule | None:
     """Return the strips that one rule defines for a call, or None if the rule does not apply."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
