@@ -1,6 +1,7 @@
-"""On a mesh, a function and its gradients exchange no more bytes than plain JAX.
+"""On a mesh, a linear layer or loss and its gradients exchange no more bytes than plain JAX.
 
-Each function is compiled for eight CPU devices in three ways:
+`test_meshes.py` tests what functions of rows exchange. Each function is compiled for eight CPU
+devices in three ways:
 
 - on Auto axes, with a stand-in for its kernel;
 - on Auto axes, with XLA's code;
@@ -21,15 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from functions import (
-    add_norm,
-    gated,
-    layer_norm,
-    log_prob_and_entropy,
-    rms_norm,
-    rope,
-    two_norms,
-)
+from functions import log_prob_and_entropy, rms_norm
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import Case, eight_devices, mesh_of
@@ -51,7 +44,7 @@ class Kernels(StandIn):
         return getattr(xla, name)
 
     def why_unsupported(self, spec):
-        return "only plain JAX" if spec.cols_over or spec.op == "norm_rope" else None
+        return "only plain JAX" if spec.cols_over else None
 
 
 class Function(NamedTuple):
@@ -72,7 +65,6 @@ class Function(NamedTuple):
 SHAPES = {
     "x": (BATCH, LENGTH, D),
     "hidden": (BATCH, LENGTH, HIDDEN),
-    "logits": (BATCH, LENGTH, CLASSES),
     "scale": (D,),
     "weight": (D, HIDDEN),
     "down": (HIDDEN, D),
@@ -90,30 +82,7 @@ def plain_log_prob(logits: Any, labels: Any) -> Any:
     return log_prob_and_entropy(logits, labels, 1.0)
 
 
-def of_heads(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` of x as heads of 32 features, with their scales and rotary tables."""
-    angles = jnp.arange(LENGTH)[:, None, None] * 0.9 ** jnp.arange(16.0)
-    tables = jnp.cos(angles), jnp.sin(angles)
-    return lambda x, scale: function(x.reshape(*x.shape[:2], -1, 32), scale[:32], *tables)
-
-
 FUNCTIONS = {
-    "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
-    "log_softmax": Function(jaxnorm.log_softmax, jax.nn.log_softmax, "x"),
-    "rms_norm": Function(jaxnorm.rms_norm, rms_norm, "x scale"),
-    "layer_norm": Function(jaxnorm.layer_norm, layer_norm, "x scale scale"),
-    "add_rms_norm": Function(jaxnorm.add_rms_norm, add_norm(rms_norm), "x x scale"),
-    "add_layer_norm": Function(jaxnorm.add_layer_norm, add_norm(layer_norm), "x x scale scale"),
-    "rms_norm_add": Function(
-        jaxnorm.rms_norm_add, lambda x, r, scale: r + rms_norm(x, scale), "x x scale"
-    ),
-    "rms_norm_add_rms_norm": Function(jaxnorm.rms_norm_add_rms_norm, two_norms, "x x scale scale"),
-    "rms_norm_gated": Function(jaxnorm.rms_norm_gated, gated, "x x scale"),
-    "rms_norm_rope": Function(of_heads(jaxnorm.rms_norm_rope), of_heads(rope), "x scale"),
-    "softmax_cross_entropy_with_integer_labels": Function(
-        jaxnorm.softmax_cross_entropy_with_integer_labels, plain_losses, "logits labels"
-    ),
-    "log_prob_and_entropy": Function(jaxnorm.log_prob_and_entropy, plain_log_prob, "logits labels"),
     "rms_norm_linear": Function(
         jaxnorm.rms_norm_linear,
         lambda x, w, scale: rms_norm(x, scale) @ w,
@@ -172,18 +141,10 @@ class Layout(NamedTuple):
             return P(self.scale)
         if kind in ("weight", "down", "head"):
             return P(*self.weight)
-        # If "head", the weight of the logits, is split over classes, so are the logits.
-        features = self.features or (self.weight[1] if kind == "logits" else None)
-        return P(*self.rows) if kind == "labels" else P(*self.rows, features)
+        return P(*self.rows) if kind == "labels" else P(*self.rows, self.features)
 
 
-OF_ROWS = {
-    "data": Layout(("data", None)),
-    "FSDP": Layout((("data", "model"), None), scale=("data", "model")),
-    "sequence": Layout(("data", "model")),
-    "tensor": Layout(("data", None), "model", scale="model"),
-}
-OF_PRODUCTS = {
+LAYOUTS = {
     "data": Layout(("data", None)),
     "FSDP over inputs": Layout((("data", "model"), None), None, (("data", "model"), None)),
     "FSDP over outputs": Layout((("data", "model"), None), None, (None, ("data", "model"))),
@@ -194,23 +155,17 @@ OF_PRODUCTS = {
     "weight alone": Layout((None, None), None, ("data", "model")),
     "features of x and weight": Layout((None, None), "data", ("data", None)),
 }
-PRODUCTS = {"weight", "down", "head"}
 WAYS = ["kernel", "xla", "explicit"]
 # In linear layers, the way, the layout and the function interact (`EXCEPTIONS` shows where), so all
-# combinations are tested. Functions of rows share their rules, and so do losses of linear layers.
-# They are tested once in each layout, with successive ways. So each layout occurs with each way.
-# Functions of rows are also tested with kernels in each layout, because XLA's partitioner gets a
-# rule for each call of a kernel.
-IN_TURN = [name for name in FUNCTIONS if not name.endswith("_linear")]
+# combinations are tested. Losses share their rules. They are tested once in each layout, with
+# successive ways, so that each layout occurs with each way.
+LOSSES = [name for name in FUNCTIONS if not name.endswith("_linear")]
 CASES = [
     pytest.param(name, layout, way, id=f"{name}-{layout}-{way}")
-    for name, function in FUNCTIONS.items()
-    for of in [OF_PRODUCTS if PRODUCTS & {*function.operands.split()} else OF_ROWS]
-    for i, layout in enumerate(of)
+    for name in FUNCTIONS
+    for i, layout in enumerate(LAYOUTS)
     for j, way in enumerate(WAYS)
-    if name not in IN_TURN
-    or (i + j + IN_TURN.index(name)) % len(WAYS) == 0
-    or (of is OF_ROWS and way == "kernel")
+    if name not in LOSSES or (i + j + LOSSES.index(name)) % len(WAYS) == 0
 ]
 
 
@@ -292,7 +247,7 @@ def plain_exchanges(name: str, layout: Layout) -> list[hlo.Collective]:
 def test_no_more_bytes_than_plain_jax(name, layout, way):
     function = FUNCTIONS[name]
     kinds = function.operands.split()
-    its = (OF_PRODUCTS if PRODUCTS & {*kinds} else OF_ROWS)[layout]
+    its = LAYOUTS[layout]
     run = function.ours
     if way == "explicit" and its.features and name in ("gated_linear", "activation_linear"):
         run = functools.partial(run, out_sharding=P(*its.rows, None))
@@ -300,9 +255,8 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
         found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
     expected = plain_exchanges(name, its)
     # XLA may gather vectors of parameters more than once. So in programs with XLA's code, only
-    # arrays of two or more axes are counted. rms_norm_rope has no kernel here, so all its programs
-    # have XLA's code.
-    if way == "xla" or name == "rms_norm_rope":
+    # arrays of two or more axes are counted.
+    if way == "xla":
         found, expected = ([c for c in side if large(c)] for side in (found, expected))
     ours, most = (sum(each.bytes for each in side) for side in (found, expected))
     excepted = any((name, layout, each) in EXCEPTIONS for each in (way, "*"))
