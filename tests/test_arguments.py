@@ -258,7 +258,7 @@ OTHER_NAMES = [
     ("linear_kl_divergence", "reductions", "sum", "use reduction="),
     ("gated_linear", "act_fn", "gelu", "use activation="),
     ("rms_norm", "is_causal", True, "expected one of x, scale, axis"),
-    ("rms_norm", "logit_scale", 2.0, "use scale="),
+    ("rms_norm", "logit_scale", T(8), "use scale="),
 ]
 
 
