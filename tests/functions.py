@@ -83,38 +83,83 @@ def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # 
 # ----------------------------------------------------------------------------------- plain formulas
 
 
-def rms_norm(x, scale=1.0, epsilon=1e-6, axis=-1):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, axis, keepdims=True) + epsilon) * scale
+def composed(
+    name, axis, x, scale=None, bias=0.0, residual=None, gate=1.0, next_scale=None, cos=None,
+    sin=None, *, raises=False, epsilon=1e-6, scale_offset=0.0, activation=None,
+    norm_before_gate=True, interleaved=False,
+):  # fmt: skip
+    """Compute the norm `name` in plain JAX, and return a list of its results.
 
+    `axis` is a sorted tuple. If `raises`, scales near 0 are replaced as in the forward pass of a
+    norm that saves its output. The gradient of a replaced scale is that of its replacement.
+    """
+    axes = tuple(range(-len(axis), 0))
+    x, residual, gate = (
+        jnp.moveaxis(a, axis, axes) if np.shape(a) == x.shape else a for a in (x, residual, gate)
+    )
 
-def layer_norm(x, scale=1.0, bias=0.0, axis=-1):
-    return rms_norm(x - x.mean(axis, keepdims=True), scale, axis=axis) + bias
+    def gain(scale):
+        g = 1.0 if scale is None else scale + scale_offset
+        floor = 2.0**-60
+        raised = jnp.where(g < 0, -floor, floor)
+        return g + jax.lax.stop_gradient(jnp.where(raises & (jnp.abs(g) < floor), raised - g, 0.0))
 
+    def norm(x, scale):
+        if "layer" in name:
+            x = x - x.mean(axes, keepdims=True)
+        return x * jax.lax.rsqrt((x**2).mean(axes, keepdims=True) + epsilon) * gain(scale) + bias
 
-def add_norm(norm):
-    def call(x, residual, *parameters, gate=1.0):
+    def activated(a):
+        return a if activation is None else getattr(jax.nn, activation)(a)
+
+    if name == "rms_norm_add":
+        results = [residual + norm(x, scale)]
+    elif name == "rms_norm_add_rms_norm":
+        h = residual + norm(x, scale)
+        results = [norm(h, next_scale), h]
+    elif residual is not None:
         h = residual + gate * x
-        return norm(h, *parameters), h
-
-    return call
-
-
-def two_norms(x, residual, scale, next_scale):
-    h = residual + rms_norm(x, scale)
-    return rms_norm(h, next_scale), h
-
-
-def rope(x, scale, cos, sin, interleaved=False):
-    n, pairs = rms_norm(x, scale), cos.shape[-1]
-    columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
-    first, second = columns.T if interleaved else columns
-    a, b = n[..., first], n[..., second]
-    return n.at[..., first].set(a * cos - b * sin).at[..., second].set(b * cos + a * sin)
+        results = [norm(h, scale), h]
+    elif name == "rms_norm_gated":
+        a = activated(gate)
+        results = [norm(x, scale) * a if norm_before_gate else norm(x * a, scale)]
+    elif cos is not None:
+        n, pairs = norm(x, scale), cos.shape[-1]
+        columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
+        first, second = columns.T if interleaved else columns
+        a, b = n[..., first], n[..., second]
+        n = n.at[..., first].set(a * cos - b * sin)
+        results = [n.at[..., second].set(b * cos + a * sin)]
+    else:
+        results = [activated(norm(x, scale))]
+    return [jnp.moveaxis(y, axes, axis) for y in results]
 
 
-def gated(x, gate, scale, before=True, activation=jax.nn.silu):
-    a = activation(gate)
-    return rms_norm(x, scale) * a if before else rms_norm(x * a, scale)
+def norm_of(name, names, kinds=None, used=(0, 1), axis=-1, save=None, **options):
+    """Return the `Function` of a norm.
+
+    Args:
+      names: the names of the operands, separated by spaces. An entry of `SHAPES` has the name.
+      kinds: the kinds of the operands, if they are not their names.
+      used: the indices of the results that the call returns.
+    """
+    given = {"axis": axis} if axis != -1 else {}
+    given |= {"save": save} if save else {}
+    axes = tuple(np.atleast_1d(axis).tolist())
+
+    def of_results(results):
+        results = [results[i] for i in used if i < len(results)]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    def ours(*a, **o):
+        results = getattr(jaxnorm, name)(**dict(zip(names.split(), a)), **given, **options, **o)
+        return of_results(results) if isinstance(results, tuple) else results
+
+    def plain(*a):
+        gated = {"activation": "silu"} if name == "rms_norm_gated" else {}
+        return of_results(composed(name, axes, **dict(zip(names.split(), a)), **gated | options))
+
+    return Function(ours, plain, kinds or names)
 
 
 def capped(logits, cap=None):
@@ -185,16 +230,6 @@ def causal_softmax(x, bias):
     return jax.nn.softmax(0.5 * x + bias, where=reached)
 
 
-def of_groups(norm):
-    """Return a function like `norm` that takes parameters with the heads along the first axis.
-
-    `norm` normalises over positions and columns, as GroupNorm does. It expects parameters with the
-    heads along the second axis. The returned function therefore moves the first axis of each
-    parameter to the second place, and then calls `norm`.
-    """
-    return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
-
-
 # -------------------------------------------------------------------------------------------- calls
 
 _cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
@@ -229,9 +264,33 @@ def of_positions(fun, logits, labels, counts):
     return fun(logits, jnp.maximum(labels, 0)) * counts
 
 
+def tempered_loss(logits, label, teacher, temperature):
+    """Compute a cross-entropy with a penalty for a teacher's classes, in plain JAX."""
+    z = logits / (1 + temperature**2)
+    return jax.nn.logsumexp(z) - z[label] + jnp.sum(jax.nn.softmax(teacher) * z)
+
+
+def tempered(x, w, scale, teacher, labels, counts):
+    """Return `jaxnorm.linear_loss` of a function that closes over an array and has two rows."""
+    return jaxnorm.linear_loss(
+        *(lambda *row: tempered_loss(*row, scale[0]), x, w, labels, teacher),
+        **{"where": counts, "chunk": 3},
+    )
+
+
+def plain_tempered(x, w, scale, teacher, labels, counts):
+    fun = functools.partial(tempered_loss, temperature=scale[0])
+    for _ in labels.shape:
+        fun = jax.vmap(fun)
+    return jnp.sum(fun(x @ w, labels, teacher) * counts) / counts.sum()
+
+
 def _any_linear(fun, x, w, b, labels, counts, **options):
     return jaxnorm.linear_loss(fun, x, w, labels, bias=b, where=counts, chunk=3, **options)
 
+
+ROPE = norm_of("rms_norm_rope", "x scale cos sin")
+rms_norm = norm_of("rms_norm", "x scale").plain
 
 # The first word of each key is the name of the public function.
 FUNCTIONS = {
@@ -247,76 +306,54 @@ FUNCTIONS = {
         "x logits_bias",
     ),
     "log_softmax": Function(jaxnorm.log_softmax, jax.nn.log_softmax, "x"),
-    "layer_norm": Function(jaxnorm.layer_norm, layer_norm, "x scale bias"),
-    "layer_norm from input": Function(
-        functools.partial(jaxnorm.layer_norm, save="input"), layer_norm, "x scale bias"
+    "layer_norm": norm_of("layer_norm", "x scale bias"),
+    "layer_norm from input": norm_of("layer_norm", "x scale bias", save="input"),
+    "layer_norm silu": norm_of("layer_norm", "x scale bias", activation="silu"),
+    "layer_norm of samples": norm_of("layer_norm", "x scale bias", "x of_samples of_samples"),
+    "layer_norm of groups": norm_of(
+        "layer_norm", "x scale bias", "x of_groups of_groups", axis=(-3, -1)
     ),
-    "layer_norm silu": Function(
-        functools.partial(jaxnorm.layer_norm, activation="silu"),
-        lambda *a: jax.nn.silu(layer_norm(*a)),
-        "x scale bias",
-    ),
-    "layer_norm of samples": Function(jaxnorm.layer_norm, layer_norm, "x of_samples of_samples"),
-    "layer_norm of groups": Function(
-        functools.partial(jaxnorm.layer_norm, axis=(-3, -1)),
-        of_groups(lambda x, s, b: layer_norm(x, s, b, axis=(-3, -1))),
-        "x of_groups of_groups",
-    ),
-    "rms_norm": Function(jaxnorm.rms_norm, rms_norm, "x scale"),
-    "rms_norm from input": Function(
-        functools.partial(jaxnorm.rms_norm, save="input"), rms_norm, "x scale"
-    ),
-    "add_layer_norm": Function(
-        jaxnorm.add_layer_norm, add_norm(layer_norm), "x residual scale bias"
-    ),
-    "add_layer_norm with a gate": Function(
-        lambda *a, **o: jaxnorm.add_layer_norm(*a[:-1], gate=a[-1], **o),
-        lambda *a: add_norm(layer_norm)(*a[:-1], gate=a[-1]),
+    "rms_norm": norm_of("rms_norm", "x scale"),
+    "rms_norm from input": norm_of("rms_norm", "x scale", save="input"),
+    "add_layer_norm": norm_of("add_layer_norm", "x residual scale bias"),
+    "add_layer_norm with a gate": norm_of(
+        "add_layer_norm",
+        "x residual scale bias gate",
         "x residual of_samples of_samples of_samples",
     ),
-    "add_layer_norm of which h alone is used": Function(
-        lambda *a, **o: jaxnorm.add_layer_norm(*a[:-1], gate=a[-1], **o)[1],
-        lambda *a: add_norm(layer_norm)(*a[:-1], gate=a[-1])[1],
+    "add_layer_norm of which h alone is used": norm_of(
+        "add_layer_norm",
+        "x residual scale bias gate",
         "x residual scale bias of_samples",
+        used=[1],
     ),
-    "add_layer_norm of which y alone is used": Function(
-        lambda *a, **o: jaxnorm.add_layer_norm(*a[:-1], gate=a[-1], save="input", **o)[0],
-        lambda *a: add_norm(layer_norm)(*a[:-1], gate=a[-1])[0],
+    "add_layer_norm of which y alone is used": norm_of(
+        "add_layer_norm",
+        "x residual scale bias gate",
         "x residual of_samples of_samples branch",
+        used=[0],
+        save="input",
     ),
-    "add_rms_norm": Function(jaxnorm.add_rms_norm, add_norm(rms_norm), "x residual scale"),
-    "add_rms_norm with a gate": Function(
-        lambda x, residual, scale, gate, **o: jaxnorm.add_rms_norm(
-            x, residual, scale, gate=gate, save="input", **o
-        ),
-        lambda x, residual, scale, gate: add_norm(rms_norm)(x, residual, scale, gate=gate),
-        "x residual scale branch",
+    "add_rms_norm": norm_of("add_rms_norm", "x residual scale"),
+    "add_rms_norm with a gate": norm_of(
+        "add_rms_norm", "x residual scale gate", "x residual scale branch", save="input"
     ),
-    "rms_norm_add": Function(
-        jaxnorm.rms_norm_add, lambda x, residual, s: residual + rms_norm(x, s), "x residual scale"
+    "rms_norm_add": norm_of("rms_norm_add", "x residual scale"),
+    "rms_norm_add_rms_norm": norm_of(
+        "rms_norm_add_rms_norm", "x residual scale next_scale", "x residual scale scale"
     ),
-    "rms_norm_add_rms_norm": Function(
-        jaxnorm.rms_norm_add_rms_norm, two_norms, "x residual scale scale"
+    "rms_norm_gated": norm_of("rms_norm_gated", "x gate scale"),
+    "rms_norm_gated gate first": norm_of(
+        "rms_norm_gated", "x gate scale", norm_before_gate=False, activation="gelu"
     ),
-    "rms_norm_gated": Function(jaxnorm.rms_norm_gated, gated, "x gate scale"),
-    "rms_norm_gated gate first": Function(
-        functools.partial(jaxnorm.rms_norm_gated, norm_before_gate=False, activation="gelu"),
-        functools.partial(gated, before=False, activation=jax.nn.gelu),
-        "x gate scale",
+    "rms_norm_gated of heads": norm_of("rms_norm_gated", "x gate scale", "x gate of_heads"),
+    "rms_norm_rope": ROPE,
+    "rms_norm_rope of constant tables": ROPE._replace(
+        ours=lambda x, s, *tables, **o: ROPE.ours(x, s, *map(jax.lax.stop_gradient, tables), **o),
+        plain=lambda x, s, *tables: ROPE.plain(x, s, *map(jax.lax.stop_gradient, tables)),
     ),
-    "rms_norm_gated of heads": Function(jaxnorm.rms_norm_gated, gated, "x gate of_heads"),
-    "rms_norm_rope": Function(jaxnorm.rms_norm_rope, rope, "x scale cos sin"),
-    "rms_norm_rope of constant tables": Function(
-        lambda x, s, *tables, **o: jaxnorm.rms_norm_rope(
-            x, s, *map(jax.lax.stop_gradient, tables), **o
-        ),
-        lambda x, s, *tables: rope(x, s, *map(jax.lax.stop_gradient, tables)),
-        "x scale cos sin",
-    ),
-    "rms_norm_rope from input": Function(
-        functools.partial(jaxnorm.rms_norm_rope, save="input", interleaved=True),
-        functools.partial(rope, interleaved=True),
-        "x scale cos sin",
+    "rms_norm_rope from input": norm_of(
+        "rms_norm_rope", "x scale cos sin", save="input", interleaved=True
     ),
     "rms_norm_linear": Function(
         jaxnorm.rms_norm_linear, lambda x, w, s: rms_norm(x, s) @ w, "x weight scale"
@@ -419,6 +456,9 @@ FUNCTIONS = {
             of_positions(plain_focal_loss, x @ w + b, labels, counts).sum() / counts.sum()
         ),
         "x weight feature_bias labels counts",
+    ),
+    "linear_loss in plain JAX": Function(
+        tempered, plain_tempered, "x weight scale logits labels counts"
     ),
     "linear_loss of rows": Function(
         functools.partial(_any_linear, focal_loss, reduction="none"),

@@ -184,7 +184,7 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         return [*map(exact, results)]
     if name in _CONTROL:
         return _CONTROL[name](operands, **params)
-    if name in _IDENTITIES:
+    if name in _IDENTITIES or (name == "reduce_precision" and _keeps_all_bits(equation)):
         return operands
     if name in _RULES:
         (variable,) = equation.outvars
@@ -204,6 +204,12 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
             inner = params[key]
             return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
     raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
+
+
+def _keeps_all_bits(equation: Any) -> bool:
+    """Return True if a `reduce_precision` keeps all bits of its operand's dtype."""
+    dtype = equation.outvars[0].aval.dtype
+    return bool(ml_dtypes.finfo(dtype).nmant <= equation.params["mantissa_bits"])
 
 
 def _broadcast(array: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
@@ -391,9 +397,13 @@ def _extreme(function: Callable) -> Callable:
 
 
 def _choice(function: Callable) -> Callable:
+    """Return the rule of a function that does not decrease with any operand, such as `maximum`."""
+
     def rule(operands, **_):
-        error = functools.reduce(np.maximum, [o.error for o in operands])
-        return Value(function(*[o.value for o in operands]), error), 0
+        value = function(*[o.value for o in operands])
+        ends = [function(*[o.value + sign * o.error for o in operands]) for sign in (-1, 1)]
+        error = np.maximum(*(np.where(end == value, 0, np.abs(end - value)) for end in ends))
+        return Value(value, error), 0
 
     return rule
 
@@ -401,7 +411,7 @@ def _choice(function: Callable) -> Callable:
 def _select(operands, **_):
     which, *cases = operands
     index = np.broadcast_to(np.asarray(which.value, np.int64), cases[0].value.shape)
-    return Value(*(np.choose(index, [getattr(c, f) for c in cases]) for f in ("value", "error"))), 0
+    return _joined(lambda arrays: np.choose(index, arrays), cases), 0
 
 
 def _matmul(operands, dimension_numbers, **_):
@@ -511,26 +521,21 @@ def _view(function: Callable) -> Callable:
     return rule
 
 
-def _broadcast(a, shape, broadcast_dimensions, **_):
-    lead = [1] * len(shape)
-    for i, at in enumerate(broadcast_dimensions):
-        lead[at] = a.shape[i]
-    return np.broadcast_to(a.reshape(lead), shape)
-
-
 def _slice(a, start_indices, limit_indices, strides, **_):
     strides = strides or [1] * a.ndim
     return a[tuple(map(slice, start_indices, limit_indices, strides))]
 
 
-def _concatenate(operands, dimension, **_):
-    fields = ([getattr(o, f) for o in operands] for f in ("value", "error"))
-    return Value(*(np.concatenate(f, dimension) for f in fields)), 0
+def _joined(function: Callable, values: Any, *arguments: Any) -> Value:
+    """Return the Value of an array that `function` makes of a list of arrays."""
+    fields = ([getattr(value, f) for value in values] for f in ("value", "error"))
+    return Value(*(function(arrays, *arguments) for arrays in fields))
 
 
-def _stack(operands, axis, **_):
-    fields = ([getattr(o, f) for o in operands] for f in ("value", "error"))
-    return Value(*(np.stack(f, axis) for f in fields)), 0
+def _parts(function: Callable, operand: Value, *arguments: Any) -> list[Value]:
+    """Return the Values of the arrays into which `function` splits an array."""
+    fields = (function(getattr(operand, f), *arguments) for f in ("value", "error"))
+    return [Value(*of_part) for of_part in zip(*fields)]
 
 
 def _multiply(operands, **_):
@@ -566,24 +571,23 @@ _RULES: dict[str, Callable] = {
     "div": _divide,
     "neg": _lipschitz(np.negative, rounded=False),
     "abs": _lipschitz(np.abs, rounded=False),
-    "sign": lambda operands, **_: (exact(np.sign(operands[0].value)), 0),
-    "floor": lambda operands, **_: (exact(np.floor(operands[0].value)), 0),
-    "round": lambda operands, **_: (exact(np.round(operands[0].value)), 0),
+    **{
+        name: lambda operands, _function=function, **_: (exact(_function(operands[0].value)), 0)
+        for name, function in {"sign": np.sign, "floor": np.floor, "round": np.round}.items()
+    },
     "sin": _lipschitz(np.sin),
     "cos": _lipschitz(np.cos),
     "exp": _power_of(lambda x, **_: np.exp(x)),
     "exp2": _power_of(lambda x, **_: np.exp2(x)),
-    "expm1": _elementwise(lambda x, **_: np.expm1(x)),
-    "log": _elementwise(lambda x, **_: np.log(x)),
-    "log1p": _elementwise(lambda x, **_: np.log1p(x)),
-    "tanh": _elementwise(lambda x, **_: np.tanh(x)),
+    **{
+        name: _elementwise(lambda x, _function=function, **_: _function(x))
+        for name, function in {
+            **{"expm1": np.expm1, "log": np.log, "log1p": np.log1p, "tanh": np.tanh},
+            **{"erf": _erf, "erfc": lambda x: 1 - _erf(x), "square": np.square},
+            **{"sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt},
+        }.items()
+    },
     "logistic": _power_of(_logistic),
-    "erf": _elementwise(lambda x, **_: _erf(x)),
-    "erfc": _elementwise(lambda x, **_: 1 - _erf(x)),
-    "sqrt": _elementwise(lambda x, **_: np.sqrt(x)),
-    "rsqrt": _elementwise(lambda x, **_: 1 / np.sqrt(x)),
-    "cbrt": _elementwise(lambda x, **_: np.cbrt(x)),
-    "square": _elementwise(lambda x, **_: x * x),
     "one_minus_square": _one_minus_square,
     "integer_pow": _elementwise(lambda x, y, **_: x ** float(y)),
     "pow": _power,
@@ -613,19 +617,21 @@ _RULES: dict[str, Callable] = {
     "transpose": _view(lambda a, permutation, **_: a.transpose(permutation)),
     "rev": _view(lambda a, dimensions, **_: np.flip(a, tuple(dimensions))),
     "slice": _view(_slice),
-    "concatenate": _concatenate,
-    "stack": _stack,
-    "copy": _view(lambda a, **_: a),
-    "copy_p": _view(lambda a, **_: a),
-    "name": _view(lambda a, **_: a),
+    "concatenate": lambda operands, dimension, **_: (
+        _joined(np.concatenate, operands, dimension),
+        0,
+    ),
+    "stack": lambda operands, axis, **_: (_joined(np.stack, operands, axis), 0),
+    **dict.fromkeys(("copy", "copy_p", "name"), _view(lambda a, **_: a)),
     "reduce_and": _view(lambda a, axes, **_: a.all(tuple(axes))),
-    "gather": _by_jax(jax.lax.gather_p),
-    "dynamic_slice": _by_jax(jax.lax.dynamic_slice_p),
-    "dynamic_update_slice": _by_jax(jax.lax.dynamic_update_slice_p),
-    "pad": _by_jax(jax.lax.pad_p),
-    "scatter": _by_jax(jax.lax.scatter_p),
-    "scatter-add": _by_jax(jax.lax.scatter_add_p, adds=True),
-    "scatter_add": _by_jax(jax.lax.scatter_add_p, adds=True),
+    **{
+        primitive.name: _by_jax(primitive)
+        for primitive in (
+            *(jax.lax.gather_p, jax.lax.dynamic_slice_p, jax.lax.dynamic_update_slice_p),
+            *(jax.lax.pad_p, jax.lax.scatter_p),
+        )
+    },
+    **dict.fromkeys(("scatter-add", "scatter_add"), _by_jax(jax.lax.scatter_add_p, adds=True)),
 }
 
 # The names of the parameters in which JAX's call-like primitives have their jaxpr.
@@ -655,13 +661,7 @@ def _scan(operands, *, length, reverse, jaxpr, ft_in, **_):
         carry, rest = results[: len(carry)], results[len(carry) :]
         each.append(rest)
     each = each[::-1] if reverse else each
-    return [
-        *carry,
-        *(
-            Value(*(np.stack([getattr(o, f) for o in outs]) for f in ("value", "error")))
-            for outs in zip(*each)
-        ),
-    ]
+    return [*carry, *(_joined(np.stack, results) for results in zip(*each))]
 
 
 def _while(operands, *, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts, **_):
@@ -682,22 +682,13 @@ def _cond(operands, *, branches, **_):
     return _run(branch.jaxpr, branch.consts, rest)
 
 
-def _split(operands, *, sizes, axis, **_):
-    ends = np.cumsum(sizes)[:-1]
-    fields = (np.split(getattr(operands[0], f), ends, axis) for f in ("value", "error"))
-    return [Value(*fields) for fields in zip(*fields)]
-
-
-def _unstack(operands, *, axis, **_):
-    fields = (np.moveaxis(getattr(operands[0], f), axis, 0) for f in ("value", "error"))
-    return [Value(*fields) for fields in zip(*fields)]
-
-
 _LOOPS = {"scan", "while", "cond"}
 _CONTROL: dict[str, Callable] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "split": _split,
-    "unstack": _unstack,
+    "split": lambda operands, *, sizes, axis, **_: _parts(
+        np.split, operands[0], np.cumsum(sizes)[:-1], axis
+    ),
+    "unstack": lambda operands, *, axis, **_: _parts(np.moveaxis, operands[0], axis, 0),
 }

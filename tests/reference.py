@@ -332,62 +332,6 @@ class Norm:
         return dx, dscale, dbias
 
 
-@dataclasses.dataclass
-class TwoNorms:
-    """``h = residual + norm(x)`` and ``y = norm(h)``, where both norms are RMSNorms.
-
-    Arrays of rows have the shape (M, N). The reference takes h as an argument, because y must be
-    computed from the rounded h that the tested call stored.
-    """
-
-    x: np.ndarray
-    h: np.ndarray
-    gain: np.ndarray  # gain of the first norm, (N,)
-    next_gain: np.ndarray  # gain of the second norm, (N,)
-    dy: np.ndarray
-    dh: np.ndarray
-    saved: str
-    x_dtype: str
-    residual_dtype: str
-    y_dtype: str
-    arithmetic: str = "float32"
-    epsilon: float = 1e-6
-
-    def __post_init__(self) -> None:
-        def norm(x: np.ndarray, gain: np.ndarray, d: np.ndarray, *options: str) -> Norm:
-            return Norm(x, gain, np.zeros(x.shape[-1]), d, False, self.epsilon, *options)
-
-        self.last = norm(
-            self.h, self.next_gain, self.dy, self.saved, self.residual_dtype, self.y_dtype
-        )
-        self.dresidual = self.last.dx + self.dh
-        # This norm's result is not rounded before it is added.
-        self.first = norm(self.x, self.gain, self.dresidual, "input", self.x_dtype, self.arithmetic)
-        self.first.u = self.last.u = arithmetic(self.arithmetic)
-
-    def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return bounds on the errors of dx, dresidual, dscale and dnext_scale."""
-        first, last = self.first, self.last
-        of_last, dnext_scale, _ = last.gradient_bounds()
-        few = 8 * last.u
-        dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
-        dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
-        # For each row, the backward needs the mean of the products dresidual * u. Here, u is the
-        # result of the first norm, and dresidual is its cotangent. dresidual is itself a sum of
-        # terms. A kernel may multiply each term by u, and add the means of these products. Each
-        # product is then rounded. So the bound on the rounding error uses the magnitudes of the
-        # terms. These may be larger than the magnitude of their sum.
-        u = np.abs(first.xh * self.gain)
-        mean = functools.partial(np.mean, axis=-1, keepdims=True)
-        terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(
-            np.abs(last.xh) * u
-        )
-        c = mean(dresidual * u) + first._walk * (mean(np.abs(self.dh) * u) + last.r * terms)
-        dx, dscale, _ = first.gradient_bounds()
-        dx = dx + first.r * (dresidual * np.abs(self.gain) + np.abs(first.xh) * c)
-        return dx, dresidual, dscale + np.sum(dresidual * np.abs(first.xh), 0), dnext_scale
-
-
 def assert_within(actual, expected: np.ndarray, bound: np.ndarray) -> None:
     """Assert that `actual` is within `bound` of `expected`; NaN and infinities must be equal."""
     actual = exact(actual)

@@ -1,6 +1,5 @@
 """The attention functions compared with Flax's, directly and inside Flax's attention modules."""
 
-import functools
 import inspect
 import math
 
@@ -30,11 +29,12 @@ def normal(*shape, seed=0, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def qkv(dtype="float32", kv_heads=4):
+def qkv(dtype="float32", kv_heads=4, depth=6):
+    """Return query, key and value. nnx's fast path requires that all have the same depth."""
     return (
-        normal(2, 5, 4, 8, dtype=dtype),
-        normal(2, 7, kv_heads, 8, seed=1, dtype=dtype),
-        normal(2, 7, kv_heads, 6, seed=2, dtype=dtype),
+        normal(2, 5, 4, 6, dtype=dtype),
+        normal(2, 7, kv_heads, 6, seed=1, dtype=dtype),
+        normal(2, 7, kv_heads, depth, seed=2, dtype=dtype),
     )
 
 
@@ -47,13 +47,12 @@ def masks():
 @each
 @each_pair("kind with_bias dtype", [*masks()], [False, True], ["float32", "bfloat16"])
 def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
-    operands = tuple(a[..., :6] for a in qkv(dtype))  # nnx's fast path requires equal depths
     mask = masks()[kind]
     mask = None if mask is None else jnp.asarray(mask)
     bias = normal(1, 4, 5, 7, seed=4, dtype=dtype) if with_bias else None
 
     def both(f):
-        y, vjp = jax.vjp(lambda *a: f(*a, bias=bias, mask=mask), *operands)
+        y, vjp = jax.vjp(lambda *a: f(*a, bias=bias, mask=mask), *qkv(dtype))
         return [y, *vjp(jnp.cos(jnp.arange(y.size, dtype=dtype)).reshape(y.shape))]
 
     # Our function and Flax's round logits and weights at different points. In bfloat16, `analyse`
@@ -62,25 +61,44 @@ def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
     assert_same_results(lambda: both(ours), lambda: both(theirs), as_accurate=True)
 
 
-@each
-def test_dtype_argument(ours, theirs):
-    operands = tuple(a[..., :6] for a in qkv("bfloat16"))
+DROPOUT = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(7)}
+EVALUATED = {"dropout_rate": 0.5, "deterministic": True}
+WHOLE = np.broadcast_to(masks()["broadcast"], (2, 4, 5, 7))
+# Each case: a library, the operands, and further arguments. A mask may have more batch elements
+# than the operands. Flax's nnx function supports such masks if there is a dropout rate.
+CASES = {
+    **{
+        f"{name} {case}": (name, operands, options)
+        for name in FUNCTIONS
+        for case, (operands, options) in {
+            "dtype": (qkv("bfloat16"), {"dtype": jnp.float32}),
+            "dropout": (qkv(depth=5), {**DROPOUT, "broadcast_dropout": False}),
+            "broadcast dropout": (qkv(depth=5), {**DROPOUT, "broadcast_dropout": True}),
+            "integer bias": (qkv(), {**EVALUATED, "bias": jnp.arange(7) % 3}),
+            "larger mask": ([a[:1] for a in qkv()], {**EVALUATED, "mask": masks()["full"]}),
+            "no batch axis": ([a[0] for a in qkv()], {}),
+            "two batch axes": ([a[None] for a in qkv()], EVALUATED),
+        }.items()
+    },
+    "linen float32 softmax": ("linen", qkv("bfloat16"), {"force_fp32_for_softmax": True}),
+    **{
+        f"nnx {heads} heads": ("nnx", qkv(kv_heads=heads), {"is_causal": True, **mask})
+        for heads, mask in ((1, {}), (2, {"mask": WHOLE}), (4, {}))
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_options(case):
+    name, operands, options = CASES[case]
+    options = {n: jnp.asarray(o) if isinstance(o, np.ndarray) else o for n, o in options.items()}
+    ours, theirs = FUNCTIONS[name]
+    # `analyse` gives no bound for our result of a fully masked query.
     assert_same_results(
-        lambda: ours(*operands, dtype=jnp.float32), lambda: theirs(*operands, dtype=jnp.float32)
+        lambda: ours(*operands, **options),
+        lambda: theirs(*operands, **options),
+        as_accurate="mask" in options,
     )
-
-
-@each
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_dropout(ours, theirs, broadcast):
-    arguments = {
-        "dropout_rng": jax.random.key(7),
-        "dropout_rate": 0.5,
-        "broadcast_dropout": broadcast,
-    }
-    assert_same_results(lambda: ours(*qkv(), **arguments), lambda: theirs(*qkv(), **arguments))
-    whole = ours(*qkv(), **arguments, deterministic=True)
-    np.testing.assert_array_equal(whole, ours(*qkv()))
 
 
 @each
@@ -91,20 +109,6 @@ def test_signature_is_flax_s(ours, theirs):
     assert parameters(ours) == parameters(theirs)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_grouped_queries_and_causal_mask_in_nnx(heads):
-    q, k, v = (a[..., :6] for a in qkv(kv_heads=heads))
-    for arguments in ({}, {"is_causal": True}, {"is_causal": True, "mask": masks()["broadcast"]}):
-        arguments = {
-            n: jnp.asarray(np.broadcast_to(a, (2, 4, 5, 7))) if n == "mask" else a
-            for n, a in arguments.items()
-        }
-        assert_same_results(
-            lambda: jaxnorm.nnx.dot_product_attention(q, k, v, **arguments),  # noqa: B023
-            lambda: nnx.dot_product_attention(q, k, v, **arguments),  # noqa: B023
-        )
-
-
 @each
 @pytest.mark.parametrize("kind", [None, "mask", "bias"])
 def test_complex_operands(ours, theirs, kind):
@@ -113,58 +117,17 @@ def test_complex_operands(ours, theirs, kind):
     Flax's nnx function does so if there is a dropout rate. Otherwise, it calls
     jax.nn.dot_product_attention, which drops the imaginary parts of the logits.
     """
-    shape = (2, 5, 3, 4)
-    rng = np.random.default_rng(0)
-    operands = [
-        jnp.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape), "complex64")
-        for _ in range(3)
-    ]
-    options = {
-        None: {},
-        "mask": {"mask": jnp.tril(jnp.ones((5, 5), bool))},
-        "bias": {"bias": jnp.asarray(rng.normal(size=(5, 5)), "complex64")},
-    }[kind]
-    options |= {"dropout_rate": 0.5, "deterministic": True}
-    y, expected = (f(*operands, **options) for f in (ours, theirs))
+    real, imaginary = (normal(4, 2, 5, 5, 4, seed=seed) for seed in range(2))
+    *operands, bias = real + 1j * imaginary
+    options = {"mask": jnp.tril(jnp.ones((5, 5), bool)), "bias": bias[0, :, :, 0]}
+    options = {kind: options[kind]} if kind else {}
+    y, expected = (f(*operands, **options, **EVALUATED) for f in (ours, theirs))
     assert y.dtype == expected.dtype == "complex64"
     # The logits are sums of 4 complex products, which are 8 real products. After a softmax over 5
     # keys, the results are sums of 5 complex products, which are 10 real products.
     size = float(max(jnp.abs(a).max() for a in operands)) ** 2
     bound = SAFETY * unit_roundoff("float32") * (math.sqrt(8) + 2 + math.sqrt(10)) * 8 * size
     assert np.abs(y - expected).max() <= bound
-
-
-def test_complex_operands_in_the_linen_module():
-    module = nn.MultiHeadDotProductAttention(
-        num_heads=2, attention_fn=jaxnorm.linen.dot_product_attention
-    )
-    x = jnp.ones((4, 6, 6), "complex64")
-    assert module.init_with_output(jax.random.key(0), x)[0].dtype == "complex64"
-
-
-@each
-@pytest.mark.parametrize("kind", ["bias", "mask"])
-def test_integer_biases_and_more_masks_than_operands(ours, theirs, kind):
-    """A bias may have integers, and a mask may have more batch elements than the operands.
-
-    Flax's nnx function supports such masks if there is a dropout rate. `analyse` gives no bound for
-    our result of a fully masked query, so the bound of Flax's is used.
-    """
-    q, k, v = (a[:1, ..., :6] for a in qkv())
-    options = {
-        "bias": {"bias": jnp.arange(7) % 3},
-        "mask": {"mask": jnp.asarray(masks()["full"])},
-    }[kind]
-    options |= {"dropout_rate": 0.5, "deterministic": True}
-    assert_same_results(
-        lambda: ours(q, k, v, **options), lambda: theirs(q, k, v, **options), as_accurate=True
-    )
-
-
-def test_softmax_precision_in_linen():
-    operands = qkv("bfloat16")
-    ours, theirs = (functools.partial(f, force_fp32_for_softmax=True) for f in FUNCTIONS["linen"])
-    assert_same_results(lambda: ours(*operands), lambda: theirs(*operands))
 
 
 def test_replaced_einsums_in_linen():
@@ -174,69 +137,37 @@ def test_replaced_einsums_in_linen():
         calls.append(subscripts)
         return jnp.einsum(subscripts, *operands)
 
-    y = jaxnorm.linen.dot_product_attention(
-        *qkv(), qk_attn_weights_einsum=einsum, attn_weights_value_einsum=einsum
-    )
-    plain = nn.dot_product_attention
-    assert_computes(y, plain, *qkv(), like=jaxnorm.linen.dot_product_attention)
+    ours, theirs = FUNCTIONS["linen"]
+    y = ours(*qkv(), qk_attn_weights_einsum=einsum, attn_weights_value_einsum=einsum)
+    assert_computes(y, theirs, *qkv(), like=ours)
     assert len(calls) == 2
-
-
-def test_batch_axes():
-    q, k, v = qkv()
-    for ours, _ in FUNCTIONS.values():
-        one = ours(q[0], k[0], v[0])
-        assert_computes(one, lambda *a, f=ours: f(*a)[0], q, k, v)
-        assert_computes(ours(q[None], k[None], v[None])[0], ours, q, k, v)
-
-
-@pytest.mark.parametrize("sow", [False, True])
-def test_in_the_linen_module(sow):
-    x, mask = normal(2, 6, 16), nn.make_causal_mask(jnp.ones((2, 6)))
-
-    def module(f):
-        return nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=f)
-
-    ours, theirs = (module(f) for f in FUNCTIONS["linen"])
-    variables = theirs.init(jax.random.key(0), x)
-
-    def applied(module):
-        return module.apply(variables, x, mask=mask, sow_weights=sow, mutable=["intermediates"])
-
-    assert_same_results(lambda: applied(ours), lambda: applied(theirs))
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("sow", [False, True])
-def test_in_the_nnx_module(sow):
-    x, mask = normal(2, 6, 16), nnx.make_causal_mask(jnp.ones((2, 6)))
+def test_in_modules(sow):
+    """In Flax's modules, the functions give the results and the weights of Flax's functions."""
+    x, mask = normal(2, 6, 16), nn.make_causal_mask(jnp.ones((2, 6)))
+
+    variables = nn.MultiHeadDotProductAttention(num_heads=4).init(jax.random.key(0), x)
+
+    def linen(f):
+        module = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=f)
+        return module.apply(variables, x, mask=mask, sow_weights=sow, mutable=["intermediates"])
 
     modules = {
         f: nnx.MultiHeadAttention(4, 16, attention_fn=f, decode=False, rngs=nnx.Rngs(0))
         for f in FUNCTIONS["nnx"]
     }
 
-    def run(f):
+    def of_nnx(f):
         module = nnx.clone(modules[f])
         y = module(x, mask=mask, sow_weights=sow)
         return y, jax.tree.leaves(nnx.state(module, nnx.Intermediate))
 
-    ours, theirs = FUNCTIONS["nnx"]
-    assert len(run(ours)[1]) == int(sow)
-    assert_same_results(lambda: run(ours), lambda: run(theirs))
-
-
-def test_keeps_only_the_weights_of_the_softmax():
-    """The softmax saves one array of the logits' size; jax.nn.softmax saves two."""
-    q = k = v = normal(1, 64, 1, 4)
-
-    def square_residuals(f):
-        jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]))(q, k, v).jaxpr
-        return len({id(o) for o in jaxpr.outvars if o.aval.shape[-2:] == (64, 64)})
-
-    ours, theirs = (square_residuals(f) for f in FUNCTIONS["linen"])
-    assert ours == 1
-    assert theirs > 1
+    assert len(of_nnx(FUNCTIONS["nnx"][0])[1]) == int(sow)
+    for run, (ours, theirs) in zip((linen, of_nnx), FUNCTIONS.values()):
+        assert_same_results(lambda: run(ours), lambda: run(theirs))  # noqa: B023
 
 
 def error_cases():
@@ -259,13 +190,13 @@ def test_errors(ours, theirs, operands, arguments, message):
         ours(*operands, **arguments)
 
 
-def test_exclusive_einsums():
+@pytest.mark.parametrize(
+    "options", [{"precision": "highest"}, {"einsum_dot_general": jax.lax.dot_general}]
+)
+def test_exclusive_einsums(options):
+    einsums = {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}
+    attend = jaxnorm.linen.dot_product_attention
     with pytest.raises(ValueError, match="give both or neither"):
-        jaxnorm.linen.dot_product_attention(*qkv(), qk_attn_weights_einsum=jnp.einsum)
+        attend(*qkv(), qk_attn_weights_einsum=jnp.einsum)
     with pytest.raises(ValueError, match="give one or the other"):
-        jaxnorm.linen.dot_product_attention(
-            *qkv(),
-            precision="highest",
-            qk_attn_weights_einsum=jnp.einsum,
-            attn_weights_value_einsum=jnp.einsum,
-        )
+        attend(*qkv(), **options, **einsums)

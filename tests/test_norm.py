@@ -1,8 +1,6 @@
-"""Values and gradients of every norm against float64 NumPy: shapes, dtypes, options, parameters.
+"""Values and gradients of every norm against float64: shapes, dtypes, options, parameters."""
 
-Extreme values are in the tests of each function, such as `test_norm_gated`.
-"""
-
+import functools
 import itertools
 
 import jax
@@ -10,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
-from norms import check, normal, tables
+from norms import check, expected_of, normal, tables
 from pairs import KERNELS, on_each_implementation, pairwise
 from program_error import assert_computes
-from reference import ACTIVATIONS, exact
+from reference import ACTIVATIONS, assert_within, exact, half_unit, of_roundings
 
 import jaxnorm
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.implementation import takes_no_inner
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -157,7 +157,10 @@ IN_FULL = [
         of=[{}, {"scale": None, "rotated": 32}],
     ),
     grid(**GATED, shape=(70, 64), of=OPTIONS, norm_before_gate=BEFORE),
-    grid(**GATED, shape=(70, 64), mix=["ffff", "bbbb"], scale=None, norm_before_gate=BEFORE),
+    grid(
+        **GATED, shape=(70, 64), mix=["ffff", "bbbb"], scale=None, scale_offset=1.0,
+        norm_before_gate=BEFORE,
+    ),
     # Scales may belong to groups, as in Mamba 2; each gradient is a sum over the group's rows.
     grid(
         **GATED, shape=HEADS, mix="fbff", norm_before_gate=BEFORE,
@@ -258,6 +261,177 @@ def test_kernels(options, kernels):
     run(options, kernels)
 
 
+# ------------------------------------------------- parameters that broadcast along normalised axes
+
+# Maps names of cases to the shape of x, the normalised axes, and the shapes of scale and bias.
+GROUP_NORMS = {
+    "group norm": ((2, 37, 4, 8), (1, 3), (4, 1, 8), (4, 1, 8)),
+    "images": ((2, 5, 8, 4, 8), (1, 2, 4), (4, 1, 1, 8), (4, 1, 1, 8)),
+    "one bias of a sample": ((2, 37, 4, 8), (1, 3), (4, 1, 8), (2, 4, 1, 8)),
+    "parameters of each sample": ((2, 37, 4, 8), (1, 3), (2, 4, 1, 8), (2, 4, 1, 8)),
+    "instance norm": ((2, 5, 8, 32), (1, 2), (32, 1, 1), (32, 1, 1)),
+    "channels first": ((2, 4, 8, 3, 5), (2, 3, 4), (4, 8, 1, 1), (4, 8, 1, 1)),
+    "unlike each other": ((2, 37, 4, 8), (1, 3), (37, 1), (4, 1, 1)),
+    "one number": ((5, 16), -1, (1,), (1, 16)),
+    # The last axis of the parameters is C, although x is NCHW.
+    "samples over channels": ((2, 16, 3, 5), 1, (2, 1, 1, 16), (2, 1, 1, 16)),
+}
+
+
+@refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS, refused.NARROW)
+@pytest.mark.parametrize(
+    ("dtype", "p_dtype", "save", "activation"),
+    [
+        ("float32", "bfloat16", "input", None),
+        ("bfloat16", "float32", "output", None),
+        ("float32", "float32", "input", "silu"),
+        ("bfloat16", "float32", "input", "gelu"),
+    ],
+)
+@pytest.mark.parametrize("case", GROUP_NORMS)
+def test_group_norms(case, dtype, p_dtype, save, activation, implementation):
+    shape, axis, *sizes = GROUP_NORMS[case]
+    x = normal(shape, dtype, 0, shift=0.5)
+    scale, bias = (normal(size, p_dtype, seed, 0.3, 1.0) for seed, size in zip((2, 3), sizes))
+    scale = scale.at[..., 0].set(0) if scale.shape[-1] > 1 else scale
+    bias = jnp.where(scale == 0, 0, bias) if bias.shape == scale.shape else bias
+    given = {"axis": axis, "save": save, "activation": activation, "scale": scale, "bias": bias}
+    check("layer_norm", x, implementation=implementation, **given)
+
+
+@pytest.mark.parametrize("name", [n for n, of in OPERANDS.items() if "residual" in of])
+def test_groups_of_sums(name):
+    """Parameters of norms with a residual may broadcast along normalised axes, too."""
+    x, scale = normal((2, 6, 4, 8), "float32", 0), normal((4, 1, 8), "float32", 1)
+    more = {"next_scale": {"next_scale": scale[..., :1]}, "bias": {"bias": 2 * scale}}
+    given = {"residual": 2 * x, "scale": scale, "axis": (1, 3), "scale_offset": 1.0}
+    for option in OPERANDS[name].split():
+        given |= more.get(option, {})
+    given |= {} if name == "rms_norm_add" else {"save": "output"}
+    check(name, x, **given, **({"gate": scale} if name in SUMS else {}))
+
+
+def test_groups_of_rows_that_are_not_consecutive(monkeypatch):
+    """Kernels refuse calls in which rows with the same parameters are not consecutive.
+
+    They also refuse groups of rows of an axis that is not the last, if they have no strided loads.
+    """
+    scale = jnp.ones((3, 16))
+    plan = jaxnorm.implementation_for("rms_norm", (4, 3, 16), "float32", scale=scale,
+                                      platform="cuda")  # fmt: skip
+    assert "not consecutive" in plan.forward.reason
+    without = mosaic.IMPLEMENTATION._replace(takes_inner=takes_no_inner)
+    monkeypatch.setattr(mosaic, "IMPLEMENTATION", without)
+    x, scale = jnp.ones((2, 39, 4, 8)), jnp.ones((4, 1, 8))
+    with pytest.raises(ValueError, match="groups of rows that are not consecutive"):
+        jaxnorm.layer_norm(x, scale, axis=(1, 3), implementation="mosaic")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("shared", ["scale", "next_scale"])
+def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
+    """The gradient of a scale that all groups of rows share is rounded to bfloat16 only once.
+
+    The function has two scales. One is shared by all groups, and the other differs between groups.
+    A kernel then computes the gradient of the shared scale separately for each group. These
+    gradients must be added in float32, so that only their sum is rounded.
+    """
+    groups, cols = 64, 1024
+    x, residual, *cotangents = (normal((groups, 4, cols), "float32", seed) for seed in range(4))
+    operands = {"x": x, "residual": residual} | {
+        name: normal((cols,) if name == shared else (groups, 1, cols), "bfloat16", seed, 0.3, 1.0)
+        for seed, name in enumerate(("scale", "next_scale"), start=4)
+    }
+    function = functools.partial(
+        jaxnorm.rms_norm_add_rms_norm, save="input", implementation=implementation
+    )
+    if mapped:
+        function = jax.vmap(function, [None if a.ndim == 1 else 0 for a in operands.values()])
+    _, vjp = jax.vjp(function, *operands.values())
+    gradient = dict(zip(operands, vjp(tuple(cotangents))))[shared]
+    expected = expected_of("rms_norm_add_rms_norm", operands, cotangents)[1][shared]
+    assert gradient.dtype == "bfloat16"
+    sums = of_roundings(groups * 4, "float32", np.abs(expected).max())
+    assert_within(gradient, expected, half_unit(expected, "bfloat16") + sums)
+
+
+# ---------------------------------------------------------------------------------- extreme values
+
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@each_activation
+def test_gates_of_all_sizes(activation, before, implementation):
+    """Results are correct for gates that are 0, and for gates whose exp over- or underflows.
+
+    All elements of a row of x and of a row of the gate are 0.
+    """
+    sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
+    gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32").at[5].set(0)
+    x, scale = normal((70, 64), "float32", 0).at[3].set(0), normal((64,), "float32", 2, 0.3, 1.0)
+    given = {"activation": activation, "norm_before_gate": before, "gate": gate, "scale": scale}
+    check("rms_norm_gated", x, implementation=implementation, **given)
+
+
+@each_activation
+def test_norms_of_all_sizes(activation, implementation):
+    """Activations of a norm's result y are correct if y is 0, or if exp(y) over- or underflows."""
+    scale = jnp.asarray(np.append(np.geomspace(1e-20, 1e4, 63), 0), "float32")
+    given = {"scale": scale, "activation": activation, "implementation": implementation}
+    check("rms_norm", normal((70, 64), "float32", 0), **given)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values())[:3])
+def test_scales_of_zero_beside_a_bias(dtype):
+    """With an activation or a gate, gradients are accurate even for scales that are near 0.
+
+    These norms save their input. So the backward does not recover x_hat from y. To recover it, the
+    backward would divide by the scale, and a small scale would magnify rounding errors.
+    """
+    x, gate, bias = (normal((70, 64), dtype, seed) for seed in range(3))
+    scale = normal((64,), "float32", 1, 0.3, 1.0).at[6].set(0).at[9].set(1e-6)
+    (y,), _ = check("layer_norm", x, scale=scale, bias=bias[0], activation="relu")
+    np.testing.assert_array_equal(exact(y)[:, 6], max(exact(bias)[0, 6], 0))
+    for before in BEFORE:
+        (y,), _ = check("rms_norm_gated", x, scale=scale, gate=gate, norm_before_gate=before)
+        assert not exact(y)[:, 6].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("layer_norm", {"save": "input"}),
+        ("layer_norm", {"activation": "silu"}),
+        ("add_rms_norm", {"save": "input"}),
+        ("rms_norm_add", {}),
+        ("rms_norm_add_rms_norm", {"save": "input"}),
+        ("rms_norm_gated", {}),
+        ("rms_norm_gated", {"norm_before_gate": False}),
+        ("rms_norm_rope", {"save": "input"}),
+    ],
+)
+def test_one_rounding(name, options):
+    """If x has 16 bits, y and the gradient of x are rounded once: errors are at most half an ulp.
+
+    If an intermediate result were rounded, too, errors would be larger.
+    """
+    x, *others = (
+        normal((64, 256), dtype, i) for i, dtype in enumerate(["bfloat16", *["float32"] * 2])
+    )
+    operands = {"x": x, "scale": 1 + others[0][0] / 4}
+    operands |= {n: others[1] for n in ("residual", "gate") if n in OPERANDS[name].split()}
+    operands |= dict(zip(("cos", "sin"), tables((64, 128)))) if name == "rms_norm_rope" else {}
+    results, vjp = jax.vjp(
+        lambda operands: jax.tree.leaves(getattr(jaxnorm, name)(**operands, **options)), operands
+    )
+    cotangents = [normal(a.shape, a.dtype, 9 + i) for i, a in enumerate(results)]
+    expected = expected_of(name, operands, cotangents, **options)
+    for a, e in ((results[0], expected[0][0]), (vjp(cotangents)[0]["x"], expected[1]["x"])):
+        in_float32 = of_roundings(256, "float32", np.abs(e).max())
+        assert_within(a, e, half_unit(e, a.dtype.name) + in_float32)
+
+
 def test_one_column():
     """If x has a single column, RMSNorm returns the sign of x, and LayerNorm returns 0.
 
@@ -270,12 +444,6 @@ def test_one_column():
     for function in (jaxnorm.rms_norm, jaxnorm.layer_norm):
         gradient = jax.grad(lambda x, f=function: f(x).sum())
         assert_computes(gradient(x), gradient, x)
-
-
-def test_epsilon_and_axis_defaults_are_flax_like():
-    x = normal((3, 8), "float32", 0, scale=1e-3)
-    expected = exact(x) / np.sqrt(np.mean(exact(x) ** 2, -1, keepdims=True) + 1e-6)
-    assert_computes(jaxnorm.rms_norm(x), jaxnorm.rms_norm, x, expected=expected)
 
 
 @refused.expect(refused.EMPTY)

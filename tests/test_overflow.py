@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import refused
 from norms import normal
-from reference import Norm, TwoNorms, assert_within, exact, relative_error, unit_roundoff
+from reference import exact, relative_error, unit_roundoff
 
 import jaxnorm
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-LARGEST = 65504.0
 FUNCTIONS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"]
 # The columns that overflow. If a case normalises over the first axis, x is transposed.
 WIDE = [3, 40]
@@ -42,48 +41,30 @@ def test_a_bounded_consumer(name, cols, axis, implementation):
     """If an element of y is infinite and its cotangent is 0, dx is bounded for this element.
 
     The backward replaces the infinity by float16's largest number, and recovers the element's x_hat
-    from this number. For all other elements, dx is correct.
+    from this number. In all other columns, the gradients are correct.
     """
     x = normal((130, cols), "float32", 0)
     given = parameters(name, cols)
     function = functools.partial(
         call, name, dtype="float16", axis=axis, implementation=implementation
     )
-    y, vjp = jax.vjp(function, x if axis else x.T, *given)
-    infinite = np.isinf(exact(y if axis else y.T))
+
+    def derived(save):
+        y, vjp = jax.vjp(functools.partial(function, save=save), x if axis else x.T, *given)
+        d = normal(y.shape, "float32", 4) * (1 - jnp.tanh(y.astype("float32")) ** 2)
+        dx, dscale, *_ = vjp(d.astype("float16"))
+        return *(exact(a if axis else a.T) for a in (y, dx)), exact(dscale)
+
+    (y, *ours), (_, *expected) = derived("output"), derived("input")
+    infinite = np.isinf(y)
     assert np.flatnonzero(infinite.any(0)).tolist() == WIDE
     assert 0 < infinite.any(1).sum() < len(x)
-    w = normal(y.shape, "float32", 4)
-    d = (w * (1 - jnp.tanh(y.astype("float32")) ** 2)).astype("float16")
-    dx, dscale, *_ = vjp(d)
-    dx, d = (exact(a if axis else a.T) for a in (dx, d))
-
-    bias = exact(given[1]) if len(given) > 1 else np.zeros(cols)
-    dtypes = ("output", "float32", "float16")
-    two = None
-    if name == "rms_norm_add_rms_norm":
-        h = exact(jaxnorm.rms_norm_add_rms_norm(x, x)[1])
-        ones, dh = np.ones(cols), np.zeros(x.shape)
-        two = TwoNorms(exact(x), h, ones, exact(given[0]), d, dh, *dtypes[:2], *dtypes[1:])
-        ref = two.last
-    else:
-        h = exact(x) * (1 + name.startswith("add"))
-        ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
-    dx_bound, dscale_bound, _ = ref.gradient_bounds()
-    # In this test, the cotangent of every infinite element of y is 0. So an infinite element does
-    # not affect c2, which is the mean of (cotangent * x_hat), nor dx of other elements.
-    x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
-    lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
-    expected, bound = ref.dx, dx_bound + lost
-    if two is not None:  # The first norm spreads the error over the row.
-        first, (dx_bound, dh_bound, *_) = two.first, two.gradient_bounds()
-        expected = first.dx + two.dresidual
-        through = first.r * (lost + np.abs(first.xh) * np.mean(lost * np.abs(first.xh), 1)[:, None])
-        bound = dx_bound + dh_bound + lost + through
-    elif name.startswith("add"):  # x is both operands of the sum.
-        expected, bound = 2 * expected, 2 * bound
-    assert_within(dx, expected, bound)
-    assert_within(dscale, ref.dscale, dscale_bound)
+    others = ~infinite.any(0)
+    for a, b in zip(ours, expected):
+        assert np.isfinite(a).all()
+        # The x_hat that is recovered from y has y's rounding error. A cotangent of an infinite
+        # element is 0, so the element has no effect on others.
+        assert relative_error(a[..., others], b[..., others]) < 4 * unit_roundoff("float16")
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -201,35 +201,15 @@ class Call:
             changes["logits_bias_dtype"] = None
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
-    @_once
-    def with_gradient(self, gradient_dtype: np.dtype) -> "Call":
-        """Return the forward pass of a loss, extended to also return the gradient of the logits x.
+    def gradient(self) -> "Call":
+        """Return the backward pass that takes the cotangents of all results of this forward pass.
 
-        The extended pass takes the operands of the forward pass, followed by the cotangents of the
-        forward pass's results.
+        It computes the gradients of all differentiable operands, but not of rotary tables.
         """
-        outputs = (*self.spec.operation.results,)
-        return self.replaced(outputs=outputs, wrt=("x",), gradient_dtype=gradient_dtype)
-
-    def in_two_passes(self, bind: Run, *arrays: jax.Array) -> list[jax.Array]:
-        """Run this call, a result of `with_gradient`, as a forward and a backward pass.
-
-        ``bind(call, *arrays)`` runs a pass. Unlike all other functions, this one binds primitives
-        during lowering. Only then is it known on which platform the call runs, and whether one
-        kernel runs both passes. On an H100, two kernels take 0.47 ms for 4096 rows of 50264 logits,
-        and one kernel takes 0.38 ms. In GPT-2 small's linear loss (768 features), the three matmuls
-        take at least 0.96 ms, so two kernels make the loss 5 to 7 % slower than one.
-        """
-        count = len(self.primals)
-        forward = self.replaced(wrt=(), gradient_dtype=None).with_stats()
-        by_name = dict(zip(self.primals, arrays))
-        by_name |= dict(zip(forward.returns, bind(forward, *arrays[:count])))
-        by_name["saved"] = by_name[self.spec.starts_from]
-        dtype = self.spec.dx_dtype
-        backward = forward.backward(self.wrt, self.spec.outputs, gradient_dtype=dtype)
-        residuals = [by_name[name] for name in backward.residual_names]
-        gradients = bind(backward, *residuals, *arrays[count:])
-        return [*(by_name[name] for name in self.spec.outputs), *gradients]
+        call = self.first() if self.spec.operation.derivative else self
+        # Models treat the tables cos and sin as constants, so their gradients are left out.
+        wrt = tuple(filter(_is_not_table, call.differentiable))
+        return call.backward(wrt, (*call.spec.operation.results,))
 
     @_once
     def with_view(self, view: RowView) -> "Call":
@@ -304,7 +284,7 @@ class Call:
         """
         match self.spec.direction:
             case "fwd":
-                return (*self.primals, *(self.spec.outputs if self.wrt else ()))
+                return self.primals
             case "tan":
                 return (*self.residual_names, *self.spec.wrt)
             case _:
@@ -317,9 +297,7 @@ class Call:
         A tangent has the name of its result, and a gradient has the name of its operand.
         """
         match self.spec.direction:
-            case "fwd":
-                return self.spec.outputs + self.spec.wrt
-            case "tan":
+            case "fwd" | "tan":
                 return self.spec.outputs
             case _:
                 return self.spec.wrt
@@ -384,14 +362,6 @@ class Call:
         """Return the reason why the implementation `name` cannot run the call, or None."""
         return backends.implementation(name).why_unsupported(self.as_seen_by(name))
 
-    def has_one_kernel(self, name: str) -> bool:
-        """Return True if the implementation `name` can run both passes of the call in one kernel.
-
-        The two passes are the forward and the backward pass.
-        """
-        is_available = backends.implementation(name).both is not None
-        return is_available and self.refusal(name) is None
-
     def check_implementation(self) -> None:
         """Raise ValueError if the user requested an implementation that cannot run the call."""
         if (name := self.implementation) is not None:
@@ -437,8 +407,6 @@ class Call:
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
         """Run the xla implementation on the arrays in their own shapes, without reshaping them."""
-        if self.spec.returns_both:
-            return self.in_two_passes(Call.xla, *arrays)
         return self._run("xla", self.spec, arrays)
 
     def kernel(self, name: str) -> Run:
@@ -493,12 +461,7 @@ class Call:
         if spec.direction == "bwd":
             gradients = implementation.backward(Residuals(**first), cotangents, spec)
             return [getattr(gradients, name) for name in spec.wrt]
-        operands = Operands(**first)
-        if not spec.returns_both:
-            return self._picked(implementation.forward(operands, spec))
-        assert implementation.both is not None  # `row_operations` runs two passes otherwise
-        results, gradients = implementation.both(operands, cotangents, spec)
-        return [*self._picked(results), *(getattr(gradients, name) for name in spec.wrt)]
+        return self._picked(implementation.forward(Operands(**first), spec))
 
     def _fields(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
         """Return the arrays as fields of `Operands`, `Residuals` or `Results`, in a dict.

@@ -363,7 +363,7 @@ def masks(
 
 def _instead_of_classes(where: tuple[int, ...], logits: tuple[int, ...]) -> str:
     """Return a hint if `where` looks like a mask of classes, for functions that take none."""
-    if len(where) != len(logits) or where[-1] != logits[-1] or where[-1] == 1:
+    if where[-1:] != logits[-1:]:
         return ""
     is_one = math.prod(where) == where[-1]
     bias = "add it to the bias, e.g. bias=jnp.where(where.reshape(-1), 0, -jnp.inf), or "

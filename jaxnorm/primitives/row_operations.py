@@ -86,8 +86,6 @@ class _RowRules(Rules):
         axes = ctx.module_context.axis_context
         whole = auto_axes.are_whole(axes)
         name = "xla" if call.spec.xla_only else _chosen_implementation(ctx, call, platforms)
-        if call.spec.returns_both and not (whole and call.has_one_kernel(name)):
-            return functools.partial(call.in_two_passes, self.bind)
         if name == "xla":
             # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions.
             # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the

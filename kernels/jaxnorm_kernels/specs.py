@@ -214,9 +214,7 @@ class Spec:
         tangent of x, and the backward pass takes an extra cotangent of x and adds it to dx.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
-        requested (direction ``"bwd"``). A kernel may also return other gradients. A forward pass
-        whose ``wrt`` is ``("x",)`` computes a loss and its gradient together: it also takes the
-        cotangents of `outputs`, and returns the gradient of x.
+        requested (direction ``"bwd"``). A kernel may also return other gradients.
       axes: the normalised axes of the arrays. Kernels always get arrays whose last axis is
         normalised, or whose middle axis is normalised if `inner` is above 1. Only the xla
         implementation gets other axes.
@@ -418,11 +416,6 @@ class Spec:
         differentiation) returns their tangents, and the backward pass takes their cotangents.
         """
         return not set(self.statistics).isdisjoint(self.outputs)
-
-    @functools.cached_property
-    def returns_both(self) -> bool:
-        """True if this pass computes a loss and its gradient together."""
-        return self.direction == "fwd" and bool(self.wrt)
 
     @functools.cached_property
     def returns_tables(self) -> bool:

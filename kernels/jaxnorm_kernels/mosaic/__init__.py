@@ -5,13 +5,8 @@ from typing import Any
 
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
-from jaxnorm_kernels.mosaic.cross_entropy.both import cross_entropy_both
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
-from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import (
-    kl_divergence_both,
-    kl_divergence_bwd,
-    kl_divergence_fwd,
-)
+from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import kl_divergence_bwd, kl_divergence_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.mosaic.norm.backward import (
@@ -79,14 +74,6 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
     return kernel(residuals, cotangents, spec, **schedule)
 
 
-def both(
-    operands: Operands, cotangents: Results, spec: Spec, **schedule: Any
-) -> tuple[Results, Operands]:
-    """Run the forward and the backward pass of cross-entropy or a KL divergence in one kernel."""
-    kernel = kl_divergence_both if spec.op == "kl_divergence" else cross_entropy_both
-    return kernel(operands, cotangents, spec, **schedule)
-
-
 IMPLEMENTATION = Implementation(
     forward,
     backward,
@@ -94,5 +81,4 @@ IMPLEMENTATION = Implementation(
     why_not_default,
     takes_inner,
     platforms,
-    both=both,
 )

@@ -1,8 +1,7 @@
 """Reasons why the kernels cannot run a call, or why the default implementation leaves it to XLA."""
 
 from jaxnorm_kernels.launching import local_capability
-from jaxnorm_kernels.mosaic.cross_entropy import both, kl_divergence
-from jaxnorm_kernels.mosaic.cross_entropy.passes import BACKWARD, units_of
+from jaxnorm_kernels.mosaic.cross_entropy.passes import BACKWARD
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
@@ -37,31 +36,6 @@ _CANNOT: Table = (
     (
         f"its rows have more parts than the {_MAX_ROWS} blocks that 32-bit indices allow",
         lambda s: s.direction == "bwd" and s.is_loss and s.rows * BACKWARD.parts(s) > _MAX_ROWS,
-    ),
-    (
-        "only cross-entropy and KL divergence have one kernel for the forward and the backward "
-        "pass",
-        lambda s: s.returns_both and s.op not in ("cross_entropy", "kl_divergence"),
-    ),
-    (
-        "its kernel for the forward and the backward pass needs rows of a multiple of 16 bytes",
-        lambda s: s.returns_both and units_of(s).has_edges,
-    ),
-    (
-        "its kernel for the forward and the backward pass needs rows of at most "
-        f"{both.MOST_BYTES} bytes, because it reads them from the L2 cache the second time",
-        lambda s: (
-            s.returns_both
-            and s.op == "cross_entropy"
-            and s.cols * s.x_dtype.itemsize > both.MOST_BYTES
-        ),
-    ),
-    (
-        "its kernel for the forward and the backward pass of a divergence supports no rows of this "
-        "length, because the rows of all multiprocessors do not fit into the L2 cache",
-        lambda s: (
-            s.returns_both and s.op == "kl_divergence" and kl_divergence.choose_both(s) is None
-        ),
     ),
     (f"its kernels need rows of at least {_MIN_COLS} elements", lambda s: s.cols < _MIN_COLS),
     (
