@@ -55,7 +55,7 @@ OF_TABLES = {
 # Other orders of mesh axes, for one function.
 CROSSED = {
     "crossed": Layout(P("model", "data"), P("data")),
-    "second axis over two": Layout(P(None, ("model", "data")), P(("model", "data"))),
+    "second axis": Layout(P(None, "model"), P(("model", "data"))),
     "columns over two": Layout(P(None, None, ("data", "model")), P("data")),
     "columns and rows": Layout(P("model", None, "data"), P(("data", "model"))),
 }
