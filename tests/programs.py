@@ -7,20 +7,6 @@ import jax
 import jax.extend.core
 
 
-def through_layers(layer: Callable[..., Any], stack: str, x: Any, w: dict[str, Any]) -> Any:
-    """Return x after `layer(x, weights)` of each layer, with a scan or, if unrolled, a loop.
-
-    Args:
-      stack: "scan" or "unrolled".
-      w: a dict of weights. The first axis of each array has the layers.
-    """
-    if stack == "scan":
-        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
-    for i in range(len(next(iter(w.values())))):
-        x = layer(x, {name: a[i] for name, a in w.items()})
-    return x
-
-
 def text_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
     """Return the text of the function's program, lowered for an NVIDIA GPU."""
     traced = jax.jit(function).trace(*operands)

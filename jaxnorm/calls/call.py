@@ -451,17 +451,18 @@ class Call:
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation = backends.implementation(name)
-        count = len(self.primals) if spec.direction == "fwd" else self.residuals
-        first, linear = self._fields(self.takes[:count], arrays), arrays[count:]
-        if spec.direction == "tan":
-            assert implementation.tangent is not None  # only xla runs tangent passes
-            tangents = Operands(**dict(zip(spec.wrt, linear)))
-            return self._picked(implementation.tangent(Residuals(**first), tangents, spec))
-        cotangents = Results(**self._fields(spec.outputs, linear))
+        if spec.direction == "fwd":
+            operands = Operands(**dict(zip(self.takes, arrays)))
+            return self._picked(implementation.forward(operands, spec))
+        residuals = Residuals(**self._fields(self.residual_names, arrays))
+        linear = arrays[self.residuals :]
         if spec.direction == "bwd":
-            gradients = implementation.backward(Residuals(**first), cotangents, spec)
+            cotangents = Results(**self._fields(spec.outputs, linear))
+            gradients = implementation.backward(residuals, cotangents, spec)
             return [getattr(gradients, name) for name in spec.wrt]
-        return self._picked(implementation.forward(Operands(**first), spec))
+        assert implementation.tangent is not None  # only xla runs tangent passes
+        tangents = Operands(**dict(zip(spec.wrt, linear)))
+        return self._picked(implementation.tangent(residuals, tangents, spec))
 
     def _fields(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
         """Return the arrays as fields of `Operands`, `Residuals` or `Results`, in a dict.
