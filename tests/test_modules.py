@@ -320,7 +320,7 @@ def test_one_kernel_each_way(activation):
 
 
 def test_parameters_are_cast_to_dtype_first():
-    """As in Flax, dtype=bfloat16 rounds the float32 x before its statistics are computed."""
+    """The option dtype=bfloat16 rounds a float32 x before its statistics, as in Flax."""
     x, rngs = 100 + normal((4, 5, 16)), nnx.Rngs(0)
     options = {"dtype": jnp.bfloat16, "use_fast_variance": False, "rngs": rngs}
     ours, theirs = (module.LayerNorm(16, **options) for module in (jaxnorm.nnx, nnx))
