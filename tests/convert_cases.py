@@ -191,7 +191,3 @@ def message_of(caplog):
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
     return record.getMessage()
-
-
-# The arguments, and their defaults, that jaxnorm's modules have in addition to another package's.
-EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}

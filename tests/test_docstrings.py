@@ -1,20 +1,16 @@
 """The examples in docstrings: every public function and class has one, and it runs as printed."""
 
 import doctest
-import importlib
-import importlib.util
 import inspect
-from types import ModuleType
 
 import pytest
 
 import jaxnorm
+import jaxnorm.equinox
 import jaxnorm.linen
 import jaxnorm.nnx
 
-MODULES: list[ModuleType] = [jaxnorm, jaxnorm.linen, jaxnorm.nnx]
-if importlib.util.find_spec("equinox"):
-    MODULES.append(importlib.import_module("jaxnorm.equinox"))
+MODULES = [jaxnorm, jaxnorm.linen, jaxnorm.nnx, jaxnorm.equinox]
 # Classes whose objects are returned by functions of the library. Users do not construct them, so
 # their docstrings have no example.
 RESULTS = {

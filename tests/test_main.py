@@ -3,7 +3,7 @@
 import ast
 import ctypes
 import io
-import subprocess
+import runpy
 import sys
 import types
 from importlib import metadata
@@ -30,22 +30,23 @@ on_a_cpu = pytest.mark.skipif(HERE != "cpu", reason="kernels run here")
 # ------------------------------------------------------------------- the report of this machine
 
 
-@pytest.mark.parametrize("flax", [True, False], ids=["flax", "no flax"])
-def test_report(flax):
-    program = "import runpy, sys; sys.argv = ['jaxnorm']; "
-    program += "" if flax else "sys.modules['flax'] = None; "
-    program += "runpy.run_module('jaxnorm', run_name='__main__')"
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert HERE != "cpu" or not done.stderr
-    words = done.stdout.split()
+def test_report(monkeypatch, capsys):
+    """Run in this process, ``python -m jaxnorm`` prints the versions and the functions."""
+    monkeypatch.setattr(sys, "argv", ["jaxnorm"])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # restored after the test
+    monkeypatch.delitem(sys.modules, "jaxnorm.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("jaxnorm", run_name="__main__")
+    out, err = capsys.readouterr()
+    assert not ended.value.code
+    assert HERE != "cpu" or not err
+    words = out.split()
     for package in ("jax", "jaxlib", "numpy"):
         assert words[words.index(package) + 1] == metadata.version(package)
     assert words[words.index("jaxnorm") + 1] == jaxnorm.__version__
     for name in functions():
-        assert f"\n  {name} " in done.stdout
-    assert str(jax.local_devices()[0].device_kind) in done.stdout
+        assert f"\n  {name} " in out
+    assert str(jax.local_devices()[0].device_kind) in out
 
 
 def test_what_runs_names_the_reasons(monkeypatch):
@@ -63,24 +64,30 @@ def test_what_runs_names_the_reasons(monkeypatch):
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
 
 
-def test_devices_and_cuda(monkeypatch):
+@pytest.mark.parametrize(
+    ("failed", "client", "expected"),
+    [
+        (0, "PJRT C API\ncuda 13000", {"CUDA driver": "up to CUDA 12.8", "CUDA runtime": "13.0"}),
+        (1, "another runtime", {}),
+    ],
+)
+def test_devices_and_cuda(failed, client, expected, monkeypatch):
     device = types.SimpleNamespace(
         device_kind="NVIDIA H100",
         compute_capability="9.0",
         memory_stats=lambda: {"bytes_limit": 60 * 2**30},
-        client=types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000"),
+        client=types.SimpleNamespace(platform_version=client),
     )
     said = machine._device(device)
     assert said.endswith("(NVIDIA H100), compute capability 9.0, 60.0 GiB of memory for JAX")
 
     def version(pointer):
         pointer._obj.value = 12080
-        return 0
+        return failed
 
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     driver = types.SimpleNamespace(cuDriverGetVersion=version)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    expected = {"CUDA driver": "up to CUDA 12.8", "CUDA runtime": "13.0"}
     assert dict(machine._cuda_versions()) == expected
 
 

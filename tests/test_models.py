@@ -131,7 +131,7 @@ def test_hugging_face(name, dtype, caplog):
 
 # ------------------------------------------------------------------------------------------- Tunix
 
-BATCH, LENGTH, VOCABULARY, LAYERS = 8, 32, 64, 2
+BATCH, LENGTH, VOCABULARY, LAYERS = 8, 32, 128, 2
 TUNIX_S = {
     "num_layers": LAYERS,
     "embed_dim": 32,

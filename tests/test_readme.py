@@ -1,7 +1,6 @@
 """The Python blocks of the README and the docs run; all blocks of a page form one program."""
 
 import csv
-import pkgutil
 import re
 from pathlib import Path
 
@@ -13,33 +12,16 @@ from benchmarks import auto_remat, pictures
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# A block may be indented, because it may be inside a list. If a block cannot run, or needs an
-# optional package, a comment before it says so.
+# A block may be indented, because it may be inside a list. A comment says so if it cannot run.
 BLOCK = re.compile(
-    r"(?:<!-- (?P<why>needs|not run:) (?P<what>.*?) -->\n)?"
-    r"(?P<indent> *)```python\n(?P<code>.*?)\n *```",
-    re.DOTALL,
+    r"(?P<why><!-- not run: .*? -->\n)?(?P<indent> *)```python\n(?P<code>.*?)\n *```", re.DOTALL
 )
-# Modules that a block may need and that are not always installed. Other modules must exist.
-OPTIONAL = {"jaxnorm.equinox", "jaxnorm.linen.converted", "jaxnorm.nnx.convert"}
-
-
-def is_here(name: str) -> bool:
-    assert name in OPTIONAL
-    try:
-        pkgutil.resolve_name(name)
-    except (AttributeError, ImportError):
-        return False
-    return True
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the code of each code block of `page` that this machine can run."""
-    found = []
-    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
-        if block["why"] is None or (block["why"] == "needs" and is_here(block["what"])):
-            found.append(block["code"])
-    return found
+    """Return the code of each code block of `page` that can run."""
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [block["code"] for block in found if block["why"] is None]
 
 
 @pytest.mark.usefixtures("quick_to_compile")
