@@ -284,3 +284,11 @@ def test_the_logits_of_a_linear_loss_are_computed_again_last():
     assert runs[0][0] == 1
     most = max(dots for _, dots in runs)
     assert all(dots == most for losses, dots in runs if losses > 1)
+
+
+def test_a_single_layer_need_not_save_anything():
+    def f(w, x):
+        return jnp.sum(layer(x, w) ** 2)
+
+    assert jaxnorm.remat_plan(f, W[0], X).frontier[-1].bytes == 0
+    assert_same_gradients(f, W[0], X, remat=functools.partial(auto_remat, budget=0))
