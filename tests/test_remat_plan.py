@@ -147,7 +147,7 @@ def test_cuts_of_random_graphs(seed):
     count = 8
     sizes = rng.integers(1, 50, count + 1).tolist()
     steps = []
-    for v in range(1, count + 1):  # Value 0 can only be saved.
+    for v in range(2, count + 1):  # The first two values can only be saved.
         operands = rng.choice(v, min(v, int(rng.integers(1, 3))), replace=False)
         steps.append(Step(float(rng.integers(1, 20)), tuple(map(int, operands)), (v,)))
     residuals = rng.choice(count + 1, 4, replace=False).tolist()
