@@ -135,6 +135,7 @@ def test_the_seconds_of_a_loop_are_those_of_its_iterations():
         return sum(costs.seconds(e) for e in jax.make_jaxpr(f)(X).eqns)
 
     once = seconds(lambda x: body(x, None)[0])
+    assert seconds(jax.jit(lambda x: body(x, None)[0])) == once
     for length in (1, 5):
         loop = seconds(lambda x: jax.lax.scan(body, x, length=length)[0])  # noqa: B023
         assert loop == length * once > 0
