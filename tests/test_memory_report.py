@@ -225,23 +225,30 @@ def nnx_model():
     return lambda state, x: flax.nnx.merge(graph, state)(x), state
 
 
-def equinox_model():
-    """An equinox model may have functions as leaves, and layers under `jax.vmap`."""
+def equinox_block(key, width, hidden):
+    """Return a transformer's block, whose modules are equinox's."""
     eqx = pytest.importorskip("equinox")
 
     class Block(eqx.Module):
-        norm: eqx.Module
+        attention_norm: eqx.Module
         attention: eqx.Module
+        mlp_norm: eqx.Module
         mlp: eqx.Module
 
         def __call__(self, x):
-            y = jax.vmap(self.norm)(x)
-            return x + jax.vmap(self.mlp)(self.attention(y, y, y))
+            y = jax.vmap(self.attention_norm)(x)
+            x = x + self.attention(y, y, y)
+            return x + jax.vmap(self.mlp)(jax.vmap(self.mlp_norm)(x))
 
-    keys = jax.random.split(jax.random.key(0))
-    attention = eqx.nn.MultiheadAttention(2, WIDTH, key=keys[0])
-    mlp = eqx.nn.MLP(WIDTH, WIDTH, INNER, 1, jax.nn.gelu, key=keys[1])
-    return lambda model, x: model(x), Block(eqx.nn.LayerNorm(WIDTH), attention, mlp)
+    keys = jax.random.split(key)
+    attention = eqx.nn.MultiheadAttention(2, width, key=keys[0])
+    mlp = eqx.nn.MLP(width, width, hidden, 1, jax.nn.gelu, key=keys[1])
+    return Block(eqx.nn.RMSNorm(width), attention, eqx.nn.LayerNorm(width), mlp)
+
+
+def equinox_model():
+    """An equinox model may have functions as leaves, and layers under `jax.vmap`."""
+    return lambda block, x: block(x), equinox_block(jax.random.key(0), WIDTH, INNER)
 
 
 @pytest.mark.parametrize("make", [linen_model, nnx_model, equinox_model])

@@ -190,19 +190,19 @@ def test_a_transformer_of_equinox():
     Its layers are stacked and scanned.
     """
     eqx = pytest.importorskip("equinox")
-    from test_memory_report_equinox import Block, block
+    from test_memory_report import equinox_block
 
     import jaxnorm.equinox
 
     class Transformer(eqx.Module):
         embedding: eqx.nn.Embedding
-        layers: Block
+        layers: eqx.Module
         last: eqx.nn.LayerNorm
 
         def __init__(self, width, key):
             keys = jax.random.split(key)
             self.embedding = eqx.nn.Embedding(64, width, key=keys[0])
-            layers = eqx.filter_vmap(lambda key: block(key, width, width))
+            layers = eqx.filter_vmap(lambda key: equinox_block(key, width, width))
             self.layers = layers(jax.random.split(keys[1], 2))
             self.last = eqx.nn.LayerNorm(width)
 
