@@ -166,7 +166,8 @@ def test_arguments_and_results_of_all_kinds():
         if train:
             y = y * jax.random.bernoulli(first, 0.5, y.shape)
         y = y + params["b"][batch["labels"]]
-        aux = {"labels": batch["labels"] + 1, "positive": y > 0, "key": second, "none": None}
+        labels = jax.lax.fori_loop(0, 3, lambda k, n: n + k, batch["labels"])
+        aux = {"labels": labels, "positive": y > 0, "key": second, "none": None}
         return jnp.sum(y), aux | {"name": name, "number": 2, "y": y, "words": batch["words"]}
 
     params = {"w": W[0], "b": X}

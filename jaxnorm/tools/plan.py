@@ -160,7 +160,7 @@ def _of_linear_logits(
     dtype. For the other losses, the logits are float32 (float64 for float64 operands).
     """
     weight = arguments["weight"]
-    of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)
+    of_logits = OF_LOGITS[function]  # type: ignore[index]
     dtype = arguments.get("dtype") or x.dtype
     if of_logits != "softmax_cross_entropy_with_integer_labels":
         dtype = jnp.promote_types(dtype, jnp.float32)
