@@ -269,6 +269,8 @@ ANY = {
     "entropy": lambda z, i: jnp.sum(jax.nn.softmax(z) * jax.nn.log_softmax(z), -1),
     "sigmoid": lambda z, i: optax.sigmoid_binary_cross_entropy(z, one_hot(i)).mean(-1),
     "nucleus": nucleus,
+    "table of labels": lambda z, i: optax.softmax_cross_entropy(z, soft(jnp.arange(CLASSES))[i]),
+    "stack": lambda z, i: jnp.stack([hard(z, i), jax.nn.logsumexp(z, -1)], -1).max(-1),
     "jaxnorm's divergence": lambda z, i: jaxnorm.kl_divergence(
         z, jnp.cos(z), logit_softcap=3.0, reverse=True
     ),

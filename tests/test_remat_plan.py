@@ -135,6 +135,7 @@ def test_the_seconds_of_a_loop_are_those_of_its_iterations():
         return sum(costs.seconds(e) for e in jax.make_jaxpr(f)(X).eqns)
 
     once = seconds(lambda x: body(x, None)[0])
+    assert seconds(jax.jit(lambda x: body(x, None)[0])) == once
     for length in (1, 5):
         loop = seconds(lambda x: jax.lax.scan(body, x, length=length)[0])  # noqa: B023
         assert loop == length * once > 0
@@ -147,7 +148,7 @@ def test_cuts_of_random_graphs(seed):
     count = 8
     sizes = rng.integers(1, 50, count + 1).tolist()
     steps = []
-    for v in range(1, count + 1):  # Value 0 can only be saved.
+    for v in range(2, count + 1):  # The first two values can only be saved.
         operands = rng.choice(v, min(v, int(rng.integers(1, 3))), replace=False)
         steps.append(Step(float(rng.integers(1, 20)), tuple(map(int, operands)), (v,)))
     residuals = rng.choice(count + 1, 4, replace=False).tolist()
@@ -284,3 +285,11 @@ def test_the_logits_of_a_linear_loss_are_computed_again_last():
     assert runs[0][0] == 1
     most = max(dots for _, dots in runs)
     assert all(dots == most for losses, dots in runs if losses > 1)
+
+
+def test_a_single_layer_need_not_save_anything():
+    def f(w, x):
+        return jnp.sum(layer(x, w) ** 2)
+
+    assert jaxnorm.remat_plan(f, W[0], X).frontier[-1].bytes == 0
+    assert_same_gradients(f, W[0], X, remat=functools.partial(auto_remat, budget=0))

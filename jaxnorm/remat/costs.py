@@ -131,7 +131,7 @@ def seconds(equation: Any) -> float:
     if name in _FREE:
         return 0.0
     if name != "pallas_call" and (inner := bodies(equation)):
-        runs = equation.params.get("length", 1) if name == "scan" else 1
+        runs = equation.params["length"] if name == "scan" else 1
         return runs * sum(seconds(e) for body in inner for e in body.eqns)
     read, written = (sum(size(v.aval) for v in vs) for vs in (equation.invars, equation.outvars))
     if name in ELEMENTWISE or name in _MOVING:

@@ -124,9 +124,7 @@ class Graph:
 
     def minimum(self, price: float, allow_costly: bool) -> Cut:
         """Compute the result of `cut`, without a cache."""
-        if not self.residuals:
-            return Cut((), 0, 0.0, ())
-        if price == math.inf:
+        if price == math.inf or not any(self.sizes):
             return self.choice(self.residuals)
         values, steps = len(self.sizes), len(self.steps)
         never = [
@@ -136,8 +134,7 @@ class Graph:
         prices = [0.0 if n else price * s.seconds for n, s in zip(never, self.steps)]
         finite = np.array([*self.sizes, *prices])
         capacities = np.full(len(self._tails), _INFINITE, np.int32)
-        unit = max(finite.sum(), 1.0) / _TOTAL
-        capacities[: values + steps] = np.ceil(finite / unit)
+        capacities[: values + steps] = np.ceil(finite / (finite.sum() / _TOTAL))
         capacities[values : values + steps][never] = _INFINITE
         shape = (2 + steps + 2 * values,) * 2
         graph = csr_array((capacities, (self._tails, self._heads)), shape=shape)

@@ -168,17 +168,17 @@ class Program:
         for equation in jaxpr.eqns:
             name = primitive_name(equation)
             operands = [read(v) for v in equation.invars]
-            body = next(iter(costs.bodies(equation)), None)
+            bodies = costs.bodies(equation)
             # In derivatives, some equations have no source line. They get the line of an operand or
             # of the call around them.
             lines = (source, _line(equation), *(v.source for v in operands), around)
             line = next(filter(None, lines), "")
-            is_rule = name in CUSTOM and not self._inlines_rules and not _is_library_s(body)
-            if name == "scan" and body is not None:
-                results = self._scan(equation, body, operands, layers, source)
-            elif name in _CALLS and not is_rule and body and len(body.invars) == len(operands):
-                is_library_s = name == "jit" and _is_library_s(body)
-                inside = self._results(body, operands, layers, source or line * is_library_s, line)
+            is_rule = name in CUSTOM and not self._inlines_rules and not _is_library_s(bodies[0])
+            if name == "scan":
+                results = self._scan(equation, bodies[0], operands, layers, source)
+            elif name in _CALLS and not is_rule:
+                of_call = source or line * (name == "jit" and _is_library_s(bodies[0]))
+                inside = self._results(bodies[0], operands, layers, of_call, line)
                 results = [
                     value if value.shape == _shape(v) else _stacked(value, v.aval, line, 1)
                     for value, v in zip(inside, equation.outvars)
@@ -245,7 +245,7 @@ def origin(value: Value) -> Value:
     There may be several such primitives in a row. If a scan stacks the array, the search continues
     with the array of one iteration.
     """
-    while value.made_by in (STACKED, *NAMING) and value.operands:
+    while value.made_by in (STACKED, *NAMING):
         value = value.operands[0]
     return value
 

@@ -126,13 +126,13 @@ def implementation_for(
 
     def choice(of: Callable[..., Any], direction: str) -> backends.Choice:
         program = jax.make_jaxpr(of)(x, floats, constants)
-        first = next((c for c in calls_in(program.jaxpr) if c.spec.direction == direction), None)
-        if first is not None and first.implementation is None:
-            return backends.choose(first.as_seen_by, platform)
+        calls = [c for c in calls_in(program.jaxpr) if c.spec.direction == direction]
+        if calls and calls[0].implementation is None:
+            return backends.choose(calls[0].as_seen_by, platform)
         name = arguments["implementation"]
         backends.check_platforms(function, name, [platform])
-        if first is not None:  # None only for rms_norm_linear, which checks `name` itself
-            first.check_implementation()
+        for call in calls[:1]:  # none only for rms_norm_linear, which checks `name` itself
+            call.check_implementation()
         return backends.Choice(name, "asked for by name")
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
@@ -160,7 +160,7 @@ def _of_linear_logits(
     dtype. For the other losses, the logits are float32 (float64 for float64 operands).
     """
     weight = arguments["weight"]
-    of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)
+    of_logits = OF_LOGITS[function]  # type: ignore[index]
     dtype = arguments.get("dtype") or x.dtype
     if of_logits != "softmax_cross_entropy_with_integer_labels":
         dtype = jnp.promote_types(dtype, jnp.float32)

@@ -96,7 +96,7 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
     for value in program.values:
         # An operand that depends on logits, but is not in `rows`, mixes positions. So does `value`.
         own = [v for v in value.operands if v in after]
-        if own and rows.keys() >= {*own} and value in program.live and value not in rows:
+        if own and rows.keys() >= {*own} and value in program.live:
             with contextlib.suppress(*_ERRORS):
                 rows[value] = _positions(value, rows, draws)
     return rows
@@ -113,7 +113,7 @@ def _positions(value: Value, rows: Rows, draws: Sequence["Draw"]) -> np.ndarray:
     first, *others = value.operands
     if value.made_by in _VIEWS:
         return _VIEWS[value.made_by](value, rows[first])
-    if value.made_by == "gather" and first in rows and others[0] not in rows:
+    if value.made_by == "gather":
         picked, same = (_gathered(value, rows[first], draw(others[0])) for draw in draws)
         if np.any(picked != same):  # which positions are picked depends on the inputs
             raise UnknownError(value.made_by)
@@ -135,8 +135,8 @@ def _combined(value: Value) -> tuple[int, ...]:
     if value.made_by in costs.ELEMENTWISE or value.made_by == "stack":
         return ()
     if value.made_by in _ALONG:
-        axes = next(p for name, p in value.equation.params.items() if name in _AXES)
-        return tuple(np.atleast_1d(axes).tolist())
+        (name,) = _AXES & value.equation.params.keys()
+        return tuple(np.atleast_1d(value.equation.params[name]).tolist())
     if value.made_by == "dot_general":  # an inner product of rows: the positions are batch axes
         (axes, others), (batch, of_others) = value.equation.params["dimension_numbers"]
         if (axes, batch) == (others, of_others) and {*axes, *batch} == {*range(len(batch) + 1)}:
@@ -221,11 +221,9 @@ class Draw:
             if np.issubdtype(dtype, np.integer):  # A label, or a small number.
                 index = self._random.integers(min(self._sizes | {_LABELS}))
                 self.drawn[value] = np.full((1,) * len(shape), index, dtype)
-            elif dtype in (bool, float):
-                normal = 3 * self._random.normal(size=shape)
-                self.drawn[value] = normal > 0 if dtype.kind == "b" else normal
             else:
-                raise UnknownError(dtype.name)
+                normal = 3 * self._random.normal(size=shape)
+                self.drawn[value] = normal > 0 if dtype is np.dtype(bool) else normal
         return self.drawn[value]
 
 
