@@ -57,6 +57,7 @@ COVERING = {
     "xla/formulas": ["test_split_masks", "test_every_derivative", "test_meshes"],
     "xla/reductions": ["test_implementation", "test_norm"],
     "xla/": ["test_norm", "test_scaled_sum", "test_every_derivative"],
+    "primitives/mistakes": ["test_arguments", "test_errors"],
     "primitives/eager": ["test_eager", "test_every_function", "test_cache_keys"],
     "jaxnorm/remat/": ["test_auto_remat", "test_remat_plan", "test_fit_memory", "test_remat_*"],
     "operations/linear_loss": ["test_linear_loss*", "test_any_linear_loss", "test_linear_meshes"],

@@ -10,7 +10,8 @@ import pytest
 import reference
 from flax import nnx
 from pairs import each_pair
-from reference import assert_within, exact
+from program_error import assert_computes
+from reference import exact
 
 import jaxnorm.linen
 import jaxnorm.nnx
@@ -19,7 +20,6 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 
 LENGTH, HEADS, DEPTH = 48, 2, 64
 SIXTEEN = ["bfloat16", "float16"]
-FLUSHED = float(np.finfo(np.float32).tiny)  # XLA flushes smaller numbers to 0
 attend = jaxnorm.nnx.dot_product_attention
 
 
@@ -50,102 +50,64 @@ def results(f, q, k, v, ct):
     return [y, *vjp(ct)]
 
 
-def expected(q, k, v, ct, kept, *, rounds_logits):
-    """Return the results in float64, with bounds on their errors.
-
-    `rounds_logits` is True for linen's functions. They round two arrays to 16 bits: the query
-    divided by sqrt(depth), and the logits.
-    """
-    dtype = q.dtype.name
-    u, u16 = reference.arithmetic(dtype), reference.unit_roundoff(dtype)
-    q, k, v, ct = map(exact, (q, k, v, ct))
-    scale = DEPTH**-0.5
-
-    def matmul(subscripts, a, b, a_error=0.0, b_error=0.0, dtype=None):
-        """Return the matmul of a and b, and a bound on its error.
-
-        The bound covers the errors of a and b, and the rounding of the matmul's sums.
-        """
-        y, terms = np.einsum(subscripts, a, b), a.shape[subscripts.index(contracted(subscripts))]
-        size = np.einsum(subscripts, np.abs(a), np.abs(b))
-        error = reference.SAFETY * u * (math.sqrt(terms) + 2) * size
-        for error_of, other, is_first in ((a_error, b, True), (b_error, a, False)):
-            if np.ndim(error_of):
-                pair = (error_of, np.abs(other)) if is_first else (np.abs(other), error_of)
-                error = error + np.einsum(subscripts, *pair)
-        return y, error if dtype is None else error + reference.rounding(y, dtype) + FLUSHED
-
-    q_error = reference.rounding(q * scale, dtype) if rounds_logits else 0.0
-    logits_dtype = dtype if rounds_logits else "float32"
-    z, z_error = matmul("bqhd,bkhd->bhqk", q * scale, k, q_error, dtype=logits_dtype)
-    p = reference.softmax(z, -1, kept)
-    of_z = z_error + np.max(z_error, axis=-1, keepdims=True)
-    shown = np.where(kept, z, np.min(z))
-    p_error = p * np.expm1(of_z) + reference.softmax_bound(shown, p, -1, dtype, u)
-    p_error = np.where(kept, p_error + FLUSHED, 0)
-    y, y_error = matmul("bhqk,bkhd->bqhd", p, v, p_error, dtype=dtype)
-    dv, dv_error = matmul("bhqk,bqhd->bkhd", p, ct, p_error, dtype=dtype)
-    dp, dp_error = matmul("bqhd,bkhd->bhqk", ct, v, dtype=dtype)
-    dz = reference.softmax_gradient(p, dp, -1) * scale
-    dz_error = reference.softmax_gradient_bound(p, dp, -1, p_error, "float32", dtype, u)
-    dz_error += (p + p_error) * (dp_error + np.sum(p * dp_error, axis=-1, keepdims=True))
-    dz_error = dz_error * scale + reference.rounding(dz, dtype) + FLUSHED
-    dq, dq_error = matmul("bhqk,bkhd->bqhd", dz, k, dz_error, dtype=dtype)
-    dk, dk_error = matmul("bhqk,bqhd->bkhd", dz, q, dz_error, dtype=dtype)
-    if rounds_logits:  # dq is rounded before and after the division.
-        dq_error += u16 * np.abs(dq)
-        dk_error += np.einsum("bhqk,bqhd->bkhd", np.abs(dz), q_error / scale)
-    return [y, dq, dk, dv], [y_error, dq_error, dk_error, dv_error]
+def with_tangent(f, q, k, v, ct):
+    """Return `results`, and a tangent of the result."""
+    return *results(f, q, k, v, ct), jax.jvp(lambda q, k: f(q, k, v), (q, k), (ct, 2 * ct))[1]
 
 
-def contracted(subscripts):
-    """Return the letter of the einsum axis over which a matmul sums."""
-    a, b, y = subscripts.replace("->", ",").split(",")
-    (axis,) = ({*a} & {*b}) - {*y}
-    return axis
+def in_float64(*given, is_causal=False):
+    """Return the results in float64."""
+
+    def plain(q, k, v):
+        z = jnp.einsum("bqhd,bkhd->bhqk", q, k) * DEPTH**-0.5
+        z = jnp.where(CAUSAL, z, -jnp.inf) if is_causal else z
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(z), v)
+
+    with jax.enable_x64(True):
+        return (*map(exact, with_tangent(plain, *(jnp.asarray(exact(a)) for a in given))),)
 
 
 CAUSAL = np.tri(LENGTH, dtype=bool)
+each_causal = pytest.mark.parametrize("is_causal", [False, True])
+each_size = pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
-@pytest.mark.parametrize("dtype", [*accurate, "float32"])
-def test_nnx_within_bounds_of_float32_logits(dtype, size, is_causal):
-    given = operands(dtype, size)
-    kept = CAUSAL if is_causal else np.ones_like(CAUSAL)
-    ours = results(lambda *a: attend(*a, is_causal=is_causal), *given)
-    for a, value, error in zip(ours, *expected(*given, kept, rounds_logits=False)):
-        assert_within(a, value, error)
+@each_causal
+@each_size
+def test_float32(size, is_causal):
+    given = operands("float32", size)
+
+    def run(*given):
+        return with_tangent(lambda *a: attend(*a, is_causal=is_causal), *given)
+
+    expected = in_float64(*given, is_causal=is_causal)
+    assert_computes(run(*given), run, *given, expected=expected)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@each_causal
+@each_size
 @pytest.mark.parametrize("dtype", accurate)
-def test_linen_within_bounds_of_logits_in_the_compute_dtype(dtype, size):
-    given = operands(dtype, size)
-    ours = results(jaxnorm.linen.dot_product_attention, *given)
-    kept = np.ones_like(CAUSAL)
-    for a, value, error in zip(ours, *expected(*given, kept, rounds_logits=True)):
-        assert_within(a, value, error)
-
-
-@pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
-@pytest.mark.parametrize("dtype", accurate)
-def test_as_accurate_as_flax(dtype, size):
+def test_as_accurate_as_flax(dtype, size, is_causal):
     """In nnx, our errors exceed Flax's errors by at most two ulps. In linen, they are similar.
 
     Linen rounds the logits. For large logits, this rounding is larger than all other errors. It is
     random, so our error may be somewhat larger or smaller than Flax's.
     """
-    given = operands(dtype, size)
-    wanted, _ = expected(*given, np.ones_like(CAUSAL), rounds_logits=False)
-    modules = jaxnorm.linen, nn
+    given, mask = operands(dtype, size), jnp.asarray(CAUSAL) if is_causal else None
+    wanted = in_float64(*given, is_causal=is_causal)
     reference.assert_as_accurate(
-        *(results(module.dot_product_attention, *given) for module in modules), wanted
+        *(
+            with_tangent(lambda *a, m=m: m.dot_product_attention(*a, mask=mask), *given)
+            for m in (jaxnorm.linen, nn)
+        ),
+        wanted,
     )
     two_units = 4 * reference.unit_roundoff(dtype)
-    theirs = results(nnx.dot_product_attention, *given)
-    for a, b, value in zip(results(attend, *given), theirs, wanted):
+    ours, theirs = (
+        with_tangent(lambda *a, f=f: f(*a, is_causal=is_causal), *given)
+        for f in (attend, nnx.dot_product_attention)
+    )
+    for a, b, value in zip(ours, theirs, wanted):
         ours, flax = (np.linalg.norm(exact(array) - value) for array in (a, b))
         assert ours <= flax + two_units * np.linalg.norm(value)
 
@@ -165,7 +127,7 @@ def saved(f, *arrays):
     return [(a.shape, a.dtype.name) for a in leaves]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@each_causal
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
     """The saved weights and the cotangent of the logits have 16 bits."""
@@ -231,45 +193,14 @@ def test_derivatives_in_both_modes_to_second_order(kind):
             np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("dtype", accurate)
-def test_tangents_in_16_bits(dtype):
-    """Tangents with respect to both query and key are within their bounds.
-
-    The tangent of the logits is a sum of two terms, one for query and one for key. The bounds allow
-    for rounding each term and the sum.
-    """
-    q, k, v, t = operands(dtype, 1)
-    _, dy = jax.jvp(lambda q, k: attend(q, k, v), (q, k), (t, 2 * t))
-    with jax.enable_x64(True):
-        wide = tuple(jnp.asarray(exact(a)) for a in (q, k, v, t))
-        _, value = jax.jvp(lambda q, k: attend(q, k, wide[2]), wide[:2], (wide[3], 2 * wide[3]))
-        value = exact(value)
-    q, k, v, t = map(exact, (q, k, v, t))
-    scale, u16 = DEPTH**-0.5, reference.unit_roundoff(dtype)
-    p = reference.softmax(np.einsum("bqhd,bkhd->bhqk", q, k) * scale, -1)
-    terms = [np.einsum("bqhd,bkhd->bhqk", *a) * scale for a in ((t, k), (q, 2 * t))]
-    s = sum(terms)
-    centred = np.abs(s - np.sum(p * s, axis=-1, keepdims=True))
-    s_error = u16 * (sum(map(np.abs, terms)) + np.abs(s))
-    # The weights are rounded to 16 bits. Their tangent is computed from the rounded weights, and is
-    # then rounded as well.
-    p_error = p * (s_error + np.sum(p * s_error, axis=-1, keepdims=True))
-    p_error += u16 * p * (3 * centred + np.sum(p * centred, axis=-1, keepdims=True))
-    bound = 1.1 * np.einsum("bhqk,bkhd->bqhd", p_error, np.abs(v)) + reference.rounding(
-        value, dtype
-    )
-    assert_within(dy, value, bound + reference.tiny(dtype) * LENGTH * DEPTH)
-
-
 def test_under_vmap_and_remat():
-    q, k, v, ct = operands("float32", 1)
-    wanted = results(attend, q, k, v, ct)
-    each = jax.vmap(lambda *a: results(attend, *a))(q, k, v, ct)
-    again = results(jax.checkpoint(attend), q, k, v, ct)
-    size = reference.SAFETY * reference.unit_roundoff("float32") * LENGTH
-    for a, *others in zip(wanted, each, again):
-        for b in others:
-            np.testing.assert_allclose(a, b, rtol=size, atol=size)
+    given = operands("float32", 1)
+
+    def run(*given):
+        return results(attend, *given)
+
+    assert_computes(jax.vmap(run)(*given), run, *given)
+    assert_computes(results(jax.checkpoint(attend), *given), run, *given)
 
 
 # ------------------------------------------------------------------------------------------- masks
@@ -298,7 +229,7 @@ def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
         np.testing.assert_array_equal(exact(ours), exact(by_mask))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@each_causal
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
     """Masked keys have weight 0, even if all unmasked keys have a bias of -1e9."""

@@ -1,4 +1,4 @@
-"""Programs of gated_linear and activation_linear: saved arrays, and calls outside of `jax.jit`."""
+"""Programs of gated_linear and activation_linear: saved arrays, memory, and matmuls."""
 
 import functools
 
@@ -6,15 +6,12 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import pytest
-from gated_linear_cases import call, operands
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import partial_eval
 from pairs import each_pair
-from program_error import assert_computes
-from programs import equations, primitives
+from programs import equations
 
 import jaxnorm
-from jaxnorm.operations import products
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -111,17 +108,6 @@ def unrolled(block, x, parameters):
     return x
 
 
-def test_a_scan_stacks_gate_and_up():
-    def block(x, w_gate, w_up, weight):
-        return x + jaxnorm.gated_linear(x @ w_gate, x @ w_up, weight)
-
-    layers = 3
-    shapes = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
-    parameters = [jnp.ones((layers, *shape)) for shape in shapes]
-    kept = made(functools.partial(scan, block), jnp.ones((4, WIDTH)), parameters)
-    assert [shape for shape in kept if INNER in shape] == [(layers, 4, INNER)] * 2
-
-
 @each_pair(
     *("stack dtype activation has_gate", [scan, unrolled], ["float32", "bfloat16"]),
     *(["silu", "gelu"], [True, False]),
@@ -196,45 +182,3 @@ def test_no_product_runs_twice():
     for function, count in ((loss, 1), (lambda *a: jax.jvp(loss, a, a), 3)):
         assert len(products_of(function, *arrays)) == count
         assert "optimization_barrier" not in jax.jit(function).lower(*arrays).as_text()
-
-
-# --------------------------------------------------------------------------- outside of `jax.jit`
-
-
-def test_a_call_is_compiled_once(monkeypatch):
-    """A call is compiled once, unless an argument is a function, such as the activation.
-
-    A function may be a new object in each call.
-    """
-    traced = []
-    plain = products.Dot.__call__
-
-    def counted(self, *arguments):
-        traced.append(self)
-        return plain(self, *arguments)
-
-    monkeypatch.setattr(products.Dot, "__call__", counted)
-    arrays = operands((3, 11), 13)
-    named = [call(arrays, activation="silu") for _ in range(3)]
-    assert len(traced) == 1
-    of_functions = [call(arrays, activation=lambda x: jax.nn.silu(x)) for _ in range(3)]
-    assert len(traced) == 4
-    for y in named + of_functions:
-        assert_computes(y, lambda arrays: call(arrays, activation="silu"), arrays)
-
-
-def test_a_traced_argument_meets_no_jit():
-    arrays = operands((3, 4), 5)
-    for name in arrays:
-        jaxpr = jax.make_jaxpr(
-            lambda a, name=name: call({**arrays, name: a}, activation=lambda x: x)
-        )
-        assert "jit" not in primitives(jaxpr(arrays[name]))
-
-
-def test_matmul_precision():
-    arrays = operands((3, 4), 5)
-    with jax.default_matmul_precision("bfloat16"):
-        jaxpr = jax.make_jaxpr(call)(arrays)
-    (product,) = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    assert product.params["precision"] == (jax.lax.Precision.DEFAULT,) * 2

@@ -3,7 +3,6 @@
 import itertools
 
 import flax.linen as nn
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,35 +75,6 @@ def test_nnx(fields, dtype):
     assert_same(nnx.state(ours.norm), nnx.state(norm))
     assert_same(nnx.state(ours.dense), nnx.state(dense))
     assert_same_results(lambda: ours(x), lambda: dense(norm(x)))
-
-
-def test_checkpoints_of_linen_load_both_ways():
-    """A checkpoint of RMSNorm and Dense can be loaded into RMSNormDense, and vice versa."""
-    x = data()
-    pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
-    ours = jaxnorm.linen.RMSNormDense(24)
-    saved = pair.init(jax.random.key(0), x)
-    stored = flax.serialization.msgpack_restore(flax.serialization.to_bytes(saved))["params"]
-    params = {"norm": stored["layers_0"], "dense": stored["layers_1"]}
-    empty = ours.init(jax.random.key(1), x)
-    loaded = flax.serialization.from_state_dict(empty, {"params": params})
-    assert_same_results(lambda: ours.apply(loaded, x), lambda: pair.apply(saved, x))
-    back = {"layers_0": loaded["params"]["norm"], "layers_1": loaded["params"]["dense"]}
-    assert_same(pair.apply({"params": back}, x), pair.apply(saved, x))
-
-
-def test_states_of_nnx_load_both_ways():
-    x, rngs = data(), nnx.Rngs(0)
-    norm, dense = nnx.RMSNorm(16, rngs=rngs), nnx.Linear(16, 24, rngs=rngs)
-    norm.scale[...] = data(shape=(16,))
-    ours = jaxnorm.nnx.RMSNormDense(16, 24, rngs=nnx.Rngs(1))
-    nnx.update(ours.norm, nnx.state(norm))
-    nnx.update(ours.dense, nnx.state(dense))
-    assert_same_results(lambda: ours(x), lambda: dense(norm(x)))
-    other = nnx.RMSNorm(16, rngs=rngs), nnx.Linear(16, 24, rngs=rngs)
-    for module, part in zip(other, (ours.norm, ours.dense)):
-        nnx.update(module, nnx.state(part))
-    assert_same(other[1](other[0](x)), dense(norm(x)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,7 +18,6 @@ FUNCTIONS = {
     "layer_norm": jaxnorm.layer_norm,
     "rms_norm": jaxnorm.rms_norm,
 }
-each = pytest.mark.parametrize("name", FUNCTIONS)
 # Every new shape is compiled, so there are few examples and no deadline.
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -34,10 +33,11 @@ def arrays_with_axis(draw):
     return x, draw(st.integers(-x.ndim, x.ndim - 1))
 
 
-@each
+@pytest.mark.parametrize("name", FUNCTIONS)
 @few
 @given(arrays_with_axis())
-def test_axis_equals_moveaxis(name, case):
+def test_axes(name, case):
+    """An axis may be moved to the end, and two axes may be flattened to one."""
     x, axis = case
     function = FUNCTIONS[name]
 
@@ -45,59 +45,22 @@ def test_axis_equals_moveaxis(name, case):
         return jnp.moveaxis(function(jnp.moveaxis(x, axis, -1)), -1, axis)
 
     assert_computes(function(x, axis=axis), moved, x)
-
-
-@each
-@few
-@given(arrays)
-def test_two_axes_equal_one_flattened(name, x):
-    function = FUNCTIONS[name]
-    x = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
 
     def flat(x):
         return function(x.reshape(-1)).reshape(x.shape)
 
-    assert_computes(function(x, axis=(0, 1)), flat, x)
-
-
-@each
-@few
-@given(arrays, st.randoms(use_true_random=False))
-def test_rows_permute(name, x, random):
-    x = x.reshape(-1, x.shape[-1])
-    order = list(range(x.shape[0]))
-    random.shuffle(order)
-    function = FUNCTIONS[name]
-    np.testing.assert_array_equal(function(x[np.array(order)]), function(x)[np.array(order)])
+    assert_computes(function(rows, axis=(0, 1)), flat, rows)
 
 
 @few
-@given(arrays, st.integers(-64, 64))
-def test_softmax_ignores_a_shift(x, shift):
-    x = np.round(x)  # so that x + shift is exact
-    np.testing.assert_array_equal(jaxnorm.softmax(x + shift), jaxnorm.softmax(x))
-    shifted = jnp.asarray(x + shift)
-    y = jaxnorm.log_softmax(shifted)
-    assert_computes(y, jaxnorm.log_softmax, x, like=lambda _: jaxnorm.log_softmax(shifted))
-
-
-@few
-@given(arrays)
-def test_softmax_is_a_distribution(x):
-    y = np.asarray(jaxnorm.softmax(x))
-    assert (y >= 0).all()
-    error = analyse(jaxnorm.softmax, x).error.sum(-1)
-    assert np.all(np.abs(y.astype(np.float64).sum(-1) - 1) <= error)
-
-    def of_log(x):
-        return jnp.exp(jaxnorm.log_softmax(x))
-
-    assert_computes(of_log(x), jaxnorm.softmax, x, like=of_log)
-
-
-@few
-@given(arrays, st.integers(-8, 8))
-def test_rms_norm_ignores_a_power_of_two(x, exponent):
+@given(arrays, st.integers(-64, 64), st.integers(-8, 8))
+def test_functions_that_ignore_a_shift_or_a_power_of_two(x, shift, exponent):
+    whole = np.round(x)  # so that whole + shift is exact
+    np.testing.assert_array_equal(jaxnorm.softmax(whole + shift), jaxnorm.softmax(whole))
+    shifted = jnp.asarray(whole + shift)
+    for norm in (jaxnorm.log_softmax, lambda x: jaxnorm.layer_norm(x, epsilon=1.0)):
+        assert_computes(norm(shifted), norm, whole, like=lambda _, f=norm: f(shifted))
     scaled = jaxnorm.rms_norm(x * np.float32(2.0**exponent), epsilon=0.0)
     plain = np.asarray(jaxnorm.rms_norm(x, epsilon=0.0))
     ordinary = np.abs(x).max(-1, keepdims=True) > 1e-10  # so that x^2 does not underflow
@@ -105,20 +68,13 @@ def test_rms_norm_ignores_a_power_of_two(x, exponent):
 
 
 @few
-@given(arrays, st.integers(-64, 64))
-def test_layer_norm_ignores_a_shift(x, shift):
-    x = np.round(x)
-
-    def norm(x):
-        return jaxnorm.layer_norm(x, epsilon=1.0)
-
-    shifted = jnp.asarray(x + shift)
-    assert_computes(norm(shifted), norm, x, like=lambda _: norm(shifted))
-
-
-@few
 @given(arrays, hnp.arrays(bool, (7,)))
-def test_where_equals_leaving_out(x, kept):
+def test_softmax_is_a_distribution(x, kept):
+    """Elements where the mask is False have the probability 0, as if they were left out."""
+    y = np.asarray(jaxnorm.softmax(x))
+    assert (y >= 0).all()
+    error = analyse(jaxnorm.softmax, x).error.sum(-1)
+    assert np.all(np.abs(y.astype(np.float64).sum(-1) - 1) <= error)
     row = np.resize(x.reshape(-1), 7)
     y = np.asarray(jaxnorm.softmax(row, where=kept))
     assert (y[~kept] == 0).all()

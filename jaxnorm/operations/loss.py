@@ -260,8 +260,15 @@ def checked_labels(
     labels, expected = checks.integer_array(function, "labels", labels), view.shape_of("label")
     may_be_several = FUNCTIONS[of].several is not None
     if may_be_several and labels.shape[:-1] == expected and labels.ndim > len(expected):
-        checks.fewer_than_classes(function, labels.shape, view.cols)
-        return labels, labels.shape[-1]
+        several, classes = labels.shape[-1], view.cols
+        # Symbolic sizes (`jax.export`) cannot be compared.
+        if isinstance(several, int) and isinstance(classes, int) and several >= classes:
+            raise ValueError(
+                f"{function}: labels have shape {labels.shape}: {several} labels for each "
+                f"position, with {classes} classes; expected fewer labels than classes along the "
+                "last axis; these look like one-hot labels, use jnp.argmax(labels, -1)"
+            )
+        return labels, several
     also = f", or {expected} and an axis of several labels" if may_be_several else ""
     checks.same_shape(function, "labels", labels.shape, expected, f"{why}{also}")
     return labels, None

@@ -43,7 +43,7 @@ from jaxnorm_kernels.specs import Direction
 _accumulators = private_jax.accumulators()
 
 
-class _RowRules(Rules[Call]):
+class _RowRules(Rules):
     """The JAX rules of softmaxes, losses and norms, which process the rows of an array."""
 
     # -------------------------------------------------------------------------------- evaluation
@@ -278,8 +278,9 @@ class _RowRules(Rules[Call]):
             call.view.shape_of,
         )
         call = call.with_view(view)
-        if call.implementation is not None and call.is_scattered(call.implementation):
-            call = call.replaced(implementation="xla")
+        forced = call.implementation
+        if forced is not None and call.spec.is_norm and call.as_seen_by(forced).norm.scattered:
+            call = call.replaced(implementation="xla")  # no kernel can use the parameters
         results = [
             jnp.squeeze(a, tuple(range(1, a.ndim - len(shape_of(kind)))))
             for kind, a in zip(call.kinds_returned, self.bind(call, *operands))

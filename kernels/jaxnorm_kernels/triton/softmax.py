@@ -28,9 +28,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.gradients import add_rows
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import logits as logits_of
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton import support
