@@ -18,8 +18,9 @@ from specs import BF16, F32, changed
 
 import jaxnorm
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.oldest_jax
 
