@@ -65,7 +65,6 @@ def test_values_and_gradients(added, dtype):
 SUITES = {
     "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
     "outside jit": lambda: test_programs.test_outside_jit(NAME),
-    "scan": lambda: test_programs.test_scan_over_layers(NAME, None),
     "symbolic rows": lambda: test_programs.test_export_with_symbolic_rows(NAME, "bfloat16"),
     "NaNs": lambda: test_eager.test_no_false_alarms_outside_of_jit(NAME),
     "vmap": lambda: test_batches.test_a_batch_is_a_loop(NAME, (0, None), compiled=True),
@@ -73,7 +72,7 @@ SUITES = {
     "columns": lambda: test_meshes.test_rows_on_a_mesh(NAME, "columns", "explicit", "xla"),
     "one tangent": lambda: test_every_function.test_the_transpose_of_one_tangent(None, NAME),
 }
-IN_FLOAT64 = ("formula", "scan", "one tangent")
+IN_FLOAT64 = ("formula", "one tangent")
 
 
 @pytest.mark.usefixtures("added", "quick_to_compile")

@@ -106,32 +106,6 @@ def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
     np.testing.assert_array_equal(y, jax.jit(function)(x, *others))
 
 
-@pytest.mark.remat
-@each
-def test_scan_over_layers(name, x64):
-    """In a scan over three layers, gradients of all operands equal plain JAX's gradients."""
-    function, plain, _ = FUNCTIONS[name]
-    stacked = [jnp.stack([a, a, a]) for a in operands_of(name, "float64")]
-    wrt = floats_in(stacked)
-
-    def layer(f, carry, operands):
-        x, *others = operands
-        return scalar(f)(x + jnp.sin(carry), *others) / 8
-
-    def scanned(*stacked):
-        step = functools.partial(layer, function)
-        return jax.lax.scan(lambda c, a: (step(c, a), None), jnp.zeros(()), stacked)[0]
-
-    def unrolled(*stacked):
-        carry = jnp.zeros(())
-        for operands in zip(*stacked):
-            carry = layer(plain, carry, operands)
-        return carry
-
-    ours, theirs = (jax.value_and_grad(f, wrt) for f in (scanned, unrolled))
-    assert_computes(jax.jit(ours)(*stacked), theirs, *stacked, like=ours)
-
-
 # ------------------------------------------------------------------------ exports, other platforms
 
 
