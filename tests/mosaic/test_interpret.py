@@ -26,6 +26,7 @@ from cases import (
     grouped,
     make_spec,
     operands_of,
+    passes,
     run,
     schedules_of,
     two_blocks,
@@ -89,51 +90,34 @@ OF_PASS = {
 }
 
 
-def check_both(family: str, **given: Any) -> None:
-    """Check the passes of a family, each with several schedules."""
-    for of_family, direction in each_pass():
-        if of_family == family and not (direction == "fwd" and "adds_dh" in given):
-            for shape, schedule in OF_PASS[direction]:
-                given = {**given, "mix": FAMILIES[family].mixes[1]}
-                if direction == "bwd":
-                    given = {name: a for name, a in given.items() if name != "want_stats"}
-                check(FAMILIES[family].spec(direction, *shape, **given), schedule)
+def variants() -> Iterator[Any]:
+    """Yield a family, options of its calls, and True if 64-bit types are enabled."""
+    for family, of in FAMILIES.items():
+        activations = [{"activation": name} for name in of.options.get("activation", ())]
+        for given in of.changes:
+            yield pytest.param(family, given, False, id=f"{family}-{given}")
+        for given in activations or [{}]:
+            yield pytest.param(family, given, True, id=f"{family}-{given}-64-bit")
 
 
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        pytest.param(family, change, id=f"{family}-{change}")
-        for family, of in FAMILIES.items()
-        for change in of.changes
-    ],
-)
-def test_variants(family: str, change: dict[str, Any]) -> None:
-    check_both(family, **change)
+@pytest.mark.parametrize(("family", "given", "wide"), [*variants()])
+def test_variants(family: str, given: dict[str, Any], wide: bool) -> None:
+    """Each option is correct in several schedules.
 
-
-@pytest.mark.parametrize(
-    ("family", "given"),
-    [
-        *((family, {}) for family in FAMILIES),
-        *(("gate", {"activation": activation}) for activation in ACTIVATIONS),
-        *(("activation", {"activation": activation}) for activation in ACTIVATIONS),
-    ],
-    ids=str,
-)
-def test_with_64_bit_types(family: str, given: dict[str, Any]) -> None:
-    """If 64-bit types are enabled, kernels still use 32-bit indices and float32 arithmetic.
-
-    This needs a test because Python numbers such as `1` and `1.0` are traced as 64-bit numbers in
-    this mode.
+    If 64-bit types are enabled, kernels still use 32-bit indices and float32 arithmetic. This needs
+    a test because Python numbers such as `1` and `1.0` are then traced as 64-bit numbers.
     """
-    with jax.enable_x64(True):
-        if family == "softmax":
-            for op, dtype in (("softmax", BF16), ("log_softmax", F32)):
-                for direction in ("fwd", "bwd"):
-                    check(make_spec(op, direction, 4, 2571, (dtype, dtype)))
-        else:
-            check_both(family, **given)
+    of = FAMILIES[family]
+    for direction in passes(family):
+        if direction == "fwd" and "adds_dh" in given:
+            continue
+        options = {
+            name: a for name, a in given.items() if direction == "fwd" or name != "want_stats"
+        }
+        for shape, schedule in OF_PASS[direction]:
+            spec = of.spec(direction, *shape, mix=of.mixes[1], **options)
+            with jax.enable_x64(wide):
+                check(spec, schedule if spec.is_norm or direction == "fwd" else None)
 
 
 def default_calls() -> Iterator[Spec]:
