@@ -167,6 +167,15 @@ def test_persistent_blocks_run_in_one_round() -> None:
         assert most - 1 <= norm_backward.persistent_blocks(spec, schedule, gpu) <= most
 
 
+@pytest.mark.parametrize("x", [BF16, F32], ids=str)
+@pytest.mark.parametrize("cols", [768, 2056, 4096, 5120, 24576])
+def test_without_large_clusters_rows_are_held_by_more_warpgroups(cols: int, x: np.dtype) -> None:
+    spec = make_spec("rms_norm", "bwd", 8192, cols, (x, x))
+    for clusters in ({}, {2: 66}, {2: 66, 4: 30, 8: 15}):
+        schedule = norm_backward.norm_schedule(spec, dataclasses.replace(HOPPER, clusters=clusters))
+        assert schedule is not None or cols > 8192 * max(clusters, default=1)
+
+
 # --------------------------------------------------------------------------------- the local GPU
 
 
