@@ -218,7 +218,7 @@ SYMBOLIC = {
 
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_export_with_other_symbolic_sizes(name):
-    """Samples, positions, classes and labels may have symbolic sizes, too."""
+    """Samples, positions, classes and labels may have symbolic sizes."""
     function, operands, wrt = SYMBOLIC[name]
     scope = jax.export.SymbolicScope()
     types = [
