@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import functions
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from linear_loss_cases import operands
 from program_error import analyse, assert_analysed
@@ -85,46 +85,29 @@ HEADS = [
 ]
 
 
-def gradients(case: Case):
-    """Return a function of the weight, and of each loss's x and labels: the gradients."""
+def gradients(case: Case, *, plain: bool = False):
+    """Return a function of the weight, and of each loss's x and labels: the gradients.
+
+    If `plain` is True, plain JAX computes them, and rounds the logits to the dtype of the matmuls.
+    """
     chunk = None if case.chunks is None else -(-case.rows // case.chunks)
 
-    def results(x, weight, labels, cotangents) -> Any:
-        if case.reduction == "log_prob":
-            of_rows = linear_log_prob_and_entropy(x, weight, labels, chunk=chunk)
-            return sum((a * d).sum() for a, d in zip(of_rows, cotangents))
-        loss = linear_softmax_cross_entropy(
-            x, weight, labels, chunk=chunk, reduction=case.reduction
-        )
-        return (loss * cotangents[0]).sum()
-
-    def total(weight, xs, labels, cotangents):
-        return sum(results(x, weight, *given) for x, *given in zip(xs, labels, cotangents))
-
-    return jax.grad(total, (0, 1))
-
-
-def cotangents_of(case: Case, loss: int) -> list[np.ndarray]:
-    along = np.arange(case.rows, dtype=np.float32) + loss
-    if case.reduction in ("mean", "sum"):
-        return [np.float32(1 + loss)]
-    return [np.cos(along), np.sin(3 * along + 1)][: 1 + (case.reduction == "log_prob")]
-
-
-def plain_gradients(case: Case):
-    """Return the same function as `gradients` in plain JAX, in the dtype of the matmuls."""
-
-    def results(x, weight, labels, cotangents) -> Any:
-        product = jax.numpy.matmul(x, weight, preferred_element_type="float32")
+    def results(x, weight, labels) -> Any:
+        if case.reduction == "log_prob" and not plain:
+            return linear_log_prob_and_entropy(x, weight, labels, chunk=chunk)
+        if not plain:
+            options = {"chunk": chunk, "reduction": case.reduction}
+            return linear_softmax_cross_entropy(x, weight, labels, **options)
+        product = jnp.matmul(x, weight, preferred_element_type="float32")
         logits = product.astype(case.dtype).astype("float32")
         if case.reduction == "log_prob":
-            of_rows = functions.log_prob_and_entropy(logits, labels, 1)
-            return sum((a * d).sum() for a, d in zip(of_rows, cotangents))
-        losses = functions.losses(logits, labels, 1) * cotangents[0]
-        return losses.mean() if case.reduction == "mean" else losses.sum()
+            return functions.log_prob_and_entropy(logits, labels, 1)
+        losses = functions.losses(logits, labels, 1)
+        return {"mean": jnp.mean, "sum": jnp.sum, "none": jnp.asarray}[case.reduction](losses)
 
-    def total(weight, xs, labels, cotangents):
-        return sum(results(x, weight, *given) for x, *given in zip(xs, labels, cotangents))
+    def total(weight, xs, labels):
+        found = [a for x, y in zip(xs, labels) for a in jax.tree.leaves(results(x, weight, y))]
+        return sum((jnp.cos(jnp.arange(a.size) + i) * a).sum() for i, a in enumerate(found))
 
     return jax.grad(total, (0, 1))
 
@@ -133,9 +116,8 @@ def plain_gradients(case: Case):
 @pytest.mark.parametrize("case", [*SMALL, *DEFAULTS, *HEADS], ids=str)
 def test_gradients(case):
     made = [operands(case.rows, case.d, case.classes, case.dtype, i) for i in range(case.losses)]
-    weight, xs, labels = made[0][1], [m[0] for m in made], [m[3] for m in made]
-    arguments = weight, xs, labels, [cotangents_of(case, i) for i in range(case.losses)]
-    expected = analyse(plain_gradients(case), *arguments)
+    arguments = made[0][1], [m[0] for m in made], [m[3] for m in made]
+    expected = analyse(gradients(case, plain=True), *arguments)
     run = function = gradients(case)
     if case.mode != "eager":
         options = GPU_OPTIONS if case.mode == "options" else None

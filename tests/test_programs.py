@@ -106,32 +106,6 @@ def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
     np.testing.assert_array_equal(y, jax.jit(function)(x, *others))
 
 
-@pytest.mark.remat
-@each
-def test_scan_over_layers(name, x64):
-    """In a scan over three layers, gradients of all operands equal plain JAX's gradients."""
-    function, plain, _ = FUNCTIONS[name]
-    stacked = [jnp.stack([a, a, a]) for a in operands_of(name, "float64")]
-    wrt = floats_in(stacked)
-
-    def layer(f, carry, operands):
-        x, *others = operands
-        return scalar(f)(x + jnp.sin(carry), *others) / 8
-
-    def scanned(*stacked):
-        step = functools.partial(layer, function)
-        return jax.lax.scan(lambda c, a: (step(c, a), None), jnp.zeros(()), stacked)[0]
-
-    def unrolled(*stacked):
-        carry = jnp.zeros(())
-        for operands in zip(*stacked):
-            carry = layer(plain, carry, operands)
-        return carry
-
-    ours, theirs = (jax.value_and_grad(f, wrt) for f in (scanned, unrolled))
-    assert_computes(jax.jit(ours)(*stacked), theirs, *stacked, like=ours)
-
-
 # ------------------------------------------------------------------------ exports, other platforms
 
 
@@ -195,77 +169,63 @@ def test_export_with_symbolic_rows(name, dtype):
         assert_computes(exported.call(*given), run, *given)
 
 
-SYMBOLIC = {
-    # A norm with parameters for each sample, as in adaLN; a norm with a gate for each sample; and
-    # GroupNorm, which normalises over positions and columns.
-    "samples": lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
-    "gate": lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0],
-    "groups": lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),
-}
-
-
-@pytest.mark.parametrize("name", SYMBOLIC)
-def test_export_with_symbolic_samples_and_positions(name):
-    step = both(SYMBOLIC[name], (0, 1))
-    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in symbolic("batch", "length")]
-    exported = jax.export.export(jax.jit(step))(*types)
-    for sizes in ((2, 3), (1, 6)):
-        given = [normal(*sizes, 16), normal(sizes[0], 2, 16)]
-        assert_computes(exported.call(*given), step, *given)
-
-
-def symbolic(batch, length):
-    batch, length = jax.export.symbolic_shape(f"{batch}, {length}")
-    return (batch, length, 16), (batch, 2, 16)
-
-
 def normal(*shape):
     return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
 
 
-def test_export_with_symbolic_classes():
-    """A loss with label smoothing can be exported with a symbolic number of classes.
-
-    The smoothed target of a class is then a symbolic expression.
-    """
-
-    def loss(x, labels):
-        call = jaxnorm.softmax_cross_entropy_with_integer_labels
-        return call(x, labels, label_smoothing=0.1, z_loss=0.1)
-
-    rows, classes = jax.export.symbolic_shape("rows, classes")
-    types = jax.ShapeDtypeStruct((rows, classes), "float32"), jax.ShapeDtypeStruct((rows,), "int32")
-    given = normal(3, 12), np.array([3, 0, 11], np.int32)
-    run = both(loss, (0,))
-    assert_computes(jax.export.export(jax.jit(run))(*types).call(*given), run, *given)
+def labels(*shape):
+    return np.arange(np.prod(shape), dtype=np.int32).reshape(shape) % 12
 
 
-@pytest.mark.parametrize("axis", [-1, 1])
-@pytest.mark.parametrize("classes", ["12", "classes"])
-@pytest.mark.parametrize("labels", ["3", "labels"])
-def test_export_with_symbolic_numbers_of_labels(labels, classes, axis):
-    """Positions with several labels can be exported with symbolic numbers of labels and classes."""
+SCALED_LOSS = functools.partial(
+    jaxnorm.softmax_cross_entropy_with_integer_labels, label_smoothing=0.1, z_loss=0.1
+)
+PARAMETERS = {"B, N, 16": normal(2, 3, 16), "B, 2, 16": normal(2, 2, 16)}
+LOGITS, OF_AXIS_1 = {"M, 2, C": normal(5, 2, 12)}, {"M, C, 2": normal(5, 12, 2)}
+LABELS = {"M, 2, K": labels(5, 2, 3)}
+# Each entry: a function, a dict from the symbolic shape of each operand to an operand, and the
+# indices of the differentiated operands.
+SYMBOLIC = {
+    # A norm with parameters for each sample, as in adaLN; a norm with a gate for each sample; and
+    # GroupNorm, which normalises over positions and columns.
+    "samples": (
+        lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
+        PARAMETERS,
+        (0, 1),
+    ),
+    "gate": (lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0], PARAMETERS, (0, 1)),
+    "groups": (
+        lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),
+        PARAMETERS,
+        (0, 1),
+    ),
+    # The smoothed target of a class is a symbolic expression.
+    "classes": (SCALED_LOSS, {"M, C": normal(3, 12), "M": labels(3)}, (0,)),
+    "several labels": (jaxnorm.log_prob_and_entropy, LOGITS | LABELS, (0,)),
+    "several labels over axis 1": (
+        lambda x, labels: jaxnorm.log_prob_and_entropy(x, labels, 1),
+        OF_AXIS_1 | LABELS,
+        (0,),
+    ),
+    "12 classes": (jaxnorm.log_prob_and_entropy, {"M, 2, 12": normal(5, 2, 12)} | LABELS, (0,)),
+    "labels of linear logits": (
+        functools.partial(jaxnorm.linear_log_prob_and_entropy, chunk=3),
+        {"5, 8": normal(5, 8), "8, 12": normal(8, 12), "5, K": labels(5, 3)},
+        (0, 1),
+    ),
+}
 
-    def both_results(x, labels):
-        return jaxnorm.log_prob_and_entropy(x, labels, axis)
 
-    rows, count, classes = jax.export.symbolic_shape(f"rows, {labels}, {classes}")
-    shape = (rows, classes, 2) if axis == 1 else (rows, 2, classes)
-    types = jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct((rows, 2, count), "int32")
-    given = normal(5, *(12, 2) if axis == 1 else (2, 12)), np.arange(30).reshape(5, 2, 3) % 12
-    given = given[0], given[1].astype(np.int32)
-    run = both(both_results, (0,))
-    assert_computes(jax.export.export(jax.jit(run))(*types).call(*given), run, *given)
-
-
-def test_export_of_a_linear_loss_with_a_symbolic_number_of_labels():
-    def both_results(x, weight, labels):
-        return jaxnorm.linear_log_prob_and_entropy(x, weight, labels, chunk=3)
-
-    (count,) = jax.export.symbolic_shape("labels")
-    given = normal(5, 8), normal(8, 12), np.arange(15, dtype=np.int32).reshape(5, 3) % 12
-    types = [*given[:2], jax.ShapeDtypeStruct((5, count), "int32")]
-    run = both(both_results, (0, 1))
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_export_with_other_symbolic_sizes(name):
+    """Samples, positions, classes and labels may have symbolic sizes."""
+    function, operands, wrt = SYMBOLIC[name]
+    scope = jax.export.SymbolicScope()
+    types = [
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape, scope=scope), a.dtype)
+        for shape, a in operands.items()
+    ]
+    run, given = both(function, wrt), [*operands.values()]
     assert_computes(jax.export.export(jax.jit(run))(*types).call(*given), run, *given)
 
 
@@ -291,12 +251,6 @@ def test_work_placed_on_the_cpu(name):
     results = jax.jit(FUNCTIONS[name].ours)(*operands)
     assert {device for a in jax.tree.leaves(results) for device in a.devices()} == {cpu}
     assert_computes(results, FUNCTIONS[name].ours, *operands)
-
-
-def test_donated_operands():
-    x, scale = operands_of("rms_norm")
-    y = jax.jit(jaxnorm.rms_norm, donate_argnums=0)(x, scale)
-    assert_computes(y, jaxnorm.rms_norm, *operands_of("rms_norm"))
 
 
 # ---------------------------------------------------------------------------------- checks for NaN

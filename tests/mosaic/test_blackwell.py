@@ -23,6 +23,7 @@ from specs import BF16, F32, build_spec, changed
 from test_losses_mosaic import both_passes, types_of
 
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS
@@ -31,7 +32,7 @@ from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import forward, norm_backward
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 
 BF16S, F32S = (BF16, BF16), (F32, F32)
 GATED_SUM = "add_layer_norm with a gate"

@@ -47,8 +47,14 @@ def test_forward_kernels(op, cols):
     # combinations, and so is each function.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
-    cols = cols if "softmax" in op else cols // 8 * 8
-    spec = make_spec(op, "fwd", 137 if cols > 8192 else 1001, cols, (x, y))
+    rows, cols = 137 if cols > 8192 else 1001, cols if "softmax" in op else cols // 8 * 8
+    if "norm" in op and rows * cols > 2**24:  # too many elements for an analysis of errors
+        assert_like_xla(KernelWorkload(op, "fwd", rows, cols, str(x), str(y)), mosaic)
+    else:
+        check_on_gpu(make_spec(op, "fwd", rows, cols, (x, y)))
+
+
+def check_on_gpu(spec):
     check_call(lambda spec, *a: jax.jit(functools.partial(call_pass, mosaic, spec))(*a), spec)
 
 
@@ -57,8 +63,7 @@ def test_forward_kernels(op, cols):
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 def test_unaligned_rows(op, direction, mix, rows, cols):
-    spec = make_spec(op, direction, rows, cols, mix)
-    check_call(lambda spec, *a: jax.jit(functools.partial(call_pass, mosaic, spec))(*a), spec)
+    check_on_gpu(make_spec(op, direction, rows, cols, mix))
 
 
 def test_clusters_are_those_of_the_driver():

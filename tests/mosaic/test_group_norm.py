@@ -306,20 +306,10 @@ def test_views_of_x(shape: tuple[int, ...], axes: tuple[int, ...], inner: int) -
     np.testing.assert_array_equal(view.from_rows("array", there, strided=True), x)
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis", "param", "part"),
-    [
-        ((8, 1024, 4, 256), (1, 3), (4, 1, 256), "too large or too small"),
-        ((8, 1024, 32, 21), (1, 3), (32, 1, 21), "too large or too small"),
-        ((8, 1024, 1, 3), (1,), (3, 1), "16 bytes, or a multiple"),
-        ((8, 1024, 32, 8), (1, 3), (8,), "broadcast along normalised axes"),
-    ],
-    ids=str,
-)
-def test_refusals(shape: Any, axis: Any, param: Any, part: str) -> None:
-    scale = jnp.ones((1, *param) if len(param) == 1 else param)
-    with pytest.raises(ValueError, match=part):
-        jaxnorm.layer_norm(jnp.ones(shape), scale, axis=axis, implementation="mosaic")
+def test_scales_that_vary_along_normalised_axes_are_refused() -> None:
+    x = jnp.ones((8, 1024, 32, 8))
+    with pytest.raises(ValueError, match="broadcast along normalised axes"):
+        jaxnorm.layer_norm(x, jnp.ones((1, 8)), axis=(1, 3), implementation="mosaic")
 
 
 @pytest.mark.parametrize(

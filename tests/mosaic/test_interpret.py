@@ -26,6 +26,7 @@ from cases import (
     grouped,
     make_spec,
     operands_of,
+    passes,
     run,
     schedules_of,
     two_blocks,
@@ -89,76 +90,65 @@ OF_PASS = {
 }
 
 
-def check_both(family: str, **given: Any) -> None:
-    """Check the passes of a family, each with several schedules."""
-    for of_family, direction in each_pass():
-        if of_family == family and not (direction == "fwd" and "adds_dh" in given):
-            for shape, schedule in OF_PASS[direction]:
-                given = {**given, "mix": FAMILIES[family].mixes[1]}
-                if direction == "bwd":
-                    given = {name: a for name, a in given.items() if name != "want_stats"}
-                check(FAMILIES[family].spec(direction, *shape, **given), schedule)
+def variants() -> Iterator[Any]:
+    """Yield a family, options of its calls, and True if 64-bit types are enabled."""
+    for family, of in FAMILIES.items():
+        activations = [{"activation": name} for name in of.options.get("activation", ())]
+        for given in of.changes:
+            yield pytest.param(family, given, False, id=f"{family}-{given}")
+        for given in activations or [{}]:
+            yield pytest.param(family, given, True, id=f"{family}-{given}-64-bit")
 
 
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        pytest.param(family, change, id=f"{family}-{change}")
-        for family, of in FAMILIES.items()
-        for change in of.changes
-    ],
-)
-def test_variants(family: str, change: dict[str, Any]) -> None:
-    check_both(family, **change)
+@pytest.mark.parametrize(("family", "given", "wide"), [*variants()])
+def test_variants(family: str, given: dict[str, Any], wide: bool) -> None:
+    """Each option is correct in several schedules.
 
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "softmax"])
-def test_with_64_bit_types(family: str) -> None:
-    """If 64-bit types are enabled, kernels still use 32-bit indices and float32 arithmetic.
-
-    This needs a test because Python numbers such as `1` and `1.0` are traced as 64-bit numbers in
-    this mode.
+    If 64-bit types are enabled, kernels still use 32-bit indices and float32 arithmetic. This needs
+    a test because Python numbers such as `1` and `1.0` are then traced as 64-bit numbers.
     """
-    with jax.enable_x64(True):
-        check_both(family)
+    of = FAMILIES[family]
+    for direction in passes(family):
+        if direction == "fwd" and "adds_dh" in given:
+            continue
+        options = {
+            name: a for name, a in given.items() if direction == "fwd" or name != "want_stats"
+        }
+        for shape, schedule in OF_PASS[direction]:
+            spec = of.spec(direction, *shape, mix=of.mixes[1], **options)
+            with jax.enable_x64(wide):
+                check(spec, schedule if spec.is_norm or direction == "fwd" else None)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("family", ["gate", "activation"])
-def test_activations_with_64_bit_types(family: str, activation: str) -> None:
-    with jax.enable_x64(True):
-        check_both(family, activation=activation)
+def default_calls() -> Iterator[Spec]:
+    """Yield small calls, calls with groups of rows, and calls with unaligned rows.
 
-
-@pytest.mark.parametrize(
-    ("function", "rows", "cols", "dtype", "direction"),
-    [
-        *(("softmax", 8, 1999, BF16, d) for d in ("fwd", "bwd")),
-        *(("log_softmax", 4, 9001, F32, d) for d in ("fwd", "bwd")),
-        ("softmax", 20, 131, F32, "fwd"),
-        ("log_softmax", 16, 1031, BF16, "bwd"),
-        ("rms_norm", 8, 1999, BF16, "fwd"),
-        ("layer_norm", 4, 9001, BF16, "fwd"),
-        ("add_layer_norm", 20, 131, F32, "fwd"),
-        ("rms_norm_add_rms_norm", 8, 1031, BF16, "fwd"),
-    ],
-)
-def test_unaligned_rows(function: str, rows: int, cols: int, dtype: Any, direction: str) -> None:
-    """Values are correct for rows whose length is not a multiple of 16 bytes.
-
-    The widths are such that a row is processed by a part of a warp, by one warpgroup, or by several
-    warpgroups.
+    The length of an unaligned row is not a multiple of 16 bytes. The widths are such that a row is
+    processed by a part of a warp, by one warpgroup, or by several warpgroups.
     """
-    check(make_spec(function, direction, rows, cols, (dtype, dtype)))
+    small = [(1, 2), (3, 3), (2, 31), (5, 64), (130, 7), (1, 130), (2, 300), (4, 1025), (1, 4100)]
+    for i, shape in enumerate(small):
+        for function in ("log_softmax", "layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"):
+            yield make_spec(function, "fwd", *shape, (BF16, [BF16, F32][i % 2]))
+    for groups, *shape in [(4, 32, 16), (4, 4, 64), (2, 10, 200), (3, 9, 1104)]:
+        for function in ("layer_norm", "add_layer_norm with a gate"):
+            spec = make_spec(function, "fwd", *shape, (BF16, BF16))
+            yield changed(spec, **grouped(spec, groups))
+    for function, direction, *shape, dtype in [
+        *(("softmax", d, 8, 1999, BF16) for d in ("fwd", "bwd")),
+        *(("log_softmax", d, 4, 9001, F32) for d in ("fwd", "bwd")),
+        *(("softmax", "fwd", 20, 131, F32), ("log_softmax", "bwd", 16, 1031, BF16)),
+        *(("rms_norm", "fwd", 8, 1999, BF16), ("layer_norm", "fwd", 4, 9001, BF16)),
+        *(("add_layer_norm", "fwd", 20, 131, F32), ("rms_norm_gated", "fwd", 8, 1031, BF16)),
+    ]:
+        yield make_spec(function, direction, *shape, (dtype, dtype))
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols"),
-    [(1, 2), (3, 3), (2, 31), (5, 64), (130, 7), (1, 130), (2, 300), (4, 1025), (1, 4100)],
+    "spec", [*default_calls()], ids=lambda s: f"{s.op}-{s.direction}-{s.rows}-{s.cols}-{s.y_dtype}"
 )
-def test_default_schedules_of_small_arrays(rows: int, cols: int) -> None:
-    for function in ("log_softmax", "layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"):
-        check(make_spec(function, "fwd", rows, cols, (BF16, BF16)))
+def test_default_schedules(spec: Spec) -> None:
+    check(spec)
 
 
 # ------------------------------------------------------------------------------- groups of rows
@@ -210,15 +200,6 @@ def test_backwards_of_groups(name: str, groups: int, rows: int, change: dict[str
     given = {"scale_groups": groups, "bias_groups": groups, **change}
     spec = make_spec("layer_norm", "bwd", groups * rows, case.cols, (BF16, BF16), **given)
     check(spec, case.schedule_for(spec))
-
-
-@pytest.mark.parametrize(
-    ("groups", "rows", "cols"), [(4, 32, 16), (4, 4, 64), (2, 10, 200), (3, 9, 1104)]
-)
-def test_default_schedules_of_groups(groups: int, rows: int, cols: int) -> None:
-    for function in ("layer_norm", "add_layer_norm with a gate"):
-        spec = make_spec(function, "fwd", rows, cols, (BF16, BF16))
-        check(changed(spec, **grouped(spec, groups)))
 
 
 # ------------------------------------------------------------------------------------- extremes

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import FAMILIES, SHAPES, Case, assert_lowers, each_pass, grouped, make_spec, schedules_of
-from contract import call as call_pass
 from specs import BF16, F32, changed
 
 import jaxnorm
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -191,23 +191,6 @@ def test_refusals(family: str, change: dict[str, Any], part: str | None) -> None
 
 
 # --------------------------------------------------------------------------------------- meshes
-
-
-def test_shard_map_with_explicit_axes() -> None:
-    """In `shard_map` with Explicit axes, the outputs vary over the same mesh axes as the input."""
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
-    spec = make_spec("rms_norm", "fwd", 8, 512, (BF16, BF16))
-    sharded = jax.P("rows", None)
-
-    def local(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return call_pass(mosaic, spec, x, scale, None)[0]
-
-    with jax.set_mesh(mesh):
-        function = jax.shard_map(local, out_specs=sharded)
-        rows = jax.NamedSharding(mesh, sharded)
-        x = jax.ShapeDtypeStruct((8, 512), BF16, sharding=rows)
-        scale = jax.ShapeDtypeStruct((512,), F32)
-        jax.jit(function).trace(x, scale).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("rows", [("data",), ()], ids=["varying", "alike"])

@@ -1,12 +1,9 @@
 """Softmax kernels with a mask, a bias or `causal`: values in the interpreter, and lowering."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import refused
 import test_logits
 from jax.sharding import PartitionSpec as P
 from logits_cases import SCALE, Case, mixed, of_width, op_of, operand_types
@@ -17,9 +14,7 @@ from specs import BF16, F32
 from test_softmax import FUNCTIONS, data
 
 import jaxnorm
-from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.implementation import Operands
-from jaxnorm_kernels.mosaic.rows.logits import operand_row, row_of_x
+from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
@@ -228,70 +223,36 @@ def test_runs_of_any_length_lower(cols, queries):
         assert run % softmax_schedule(backward.as_seen_by("mosaic")).rows == 0
 
 
-def test_plain_jax_computes_the_specs_of_kernels():
-    """The rows of several matrices, one after the other, have the causal mask of each matrix."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5, 8)), F32)
-    spec = Case(x.shape, causal=True, scale=1.0).call("softmax", F32).as_seen_by("mosaic")
-    y = xla.forward(Operands(x.reshape(-1, 8)), spec).y
-    np.testing.assert_array_equal(y.reshape(x.shape), jaxnorm.softmax(x, causal=True))
+MESH = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+SHARDED = {"mesh": MESH, "in_specs": (P("rows"), P(), P("rows")), "out_specs": (P("rows"), P())}
 
 
 @pytest.mark.parametrize(
-    "shape", [(5, 1, 1), (1, 3, 1), (1, 3, 4), (5, 1, 4), (5, 3, 4), (1, 1, 1)], ids=str
+    ("transform", "in_axes"),
+    [
+        *(("vmap", axes) for axes in [(0, None, None), (0, 0, 0), (0, None, 0), (0, 0, None)]),
+        *(("64-bit types", ()), ("shard_map", ())),
+    ],
 )
-def test_rows_of_an_operand(shape):
-    case = Case((5, 3, 4, 8), mask=(*shape, 1))
-    shared = case.call("softmax", F32).as_seen_by("mosaic").logits.mask_rows
-    own = np.arange(np.prod(shape)).reshape(shape)
-    expected = np.broadcast_to(own, (5, 3, 4)).reshape(-1)
-    got = jax.vmap(functools.partial(operand_row, shared))(jnp.arange(60))
-    np.testing.assert_array_equal(got, expected)
-    assert shared.rows * shared.sharing == 60
-    for row in range(shared.rows):
-        found = [int(row_of_x(shared, jnp.int32(row), jnp.int32(k))) for k in range(shared.sharing)]
-        np.testing.assert_array_equal(found, np.flatnonzero(expected == row))
+def test_transformations_lower(transform, in_axes):
+    """A transformed call and its gradients run two kernels.
 
-
-def test_a_part_of_the_columns_is_refused():
-    x, mask = jnp.ones((4, 8, 16)), jnp.ones((4, 1, 16), bool)
-    with pytest.raises(ValueError, match=refused.SOME_COLUMNS):
-        jaxnorm.softmax(x, axis=(1, 2), where=mask, implementation="mosaic")
-
-
-def program(*arrays, transform=lambda f: f, **options):
-    """Return the program, for an NVIDIA GPU, that computes the value and all gradients."""
+    In `shard_map`, the gradient of a bias that all shards share is summed over the shards.
+    """
 
     def loss(x, bias, where):
-        y = jaxnorm.softmax(x, where=where, bias=bias, implementation="mosaic", **options)
-        return jnp.sum(jnp.sin(y))
+        options = {"causal": True, "scale": SCALE, "implementation": "mosaic"}
+        return jnp.sum(jnp.sin(jaxnorm.softmax(x, where=where, bias=bias, **options)))
 
-    return text_for_cuda(transform(jax.value_and_grad(loss, argnums=(0, 1))), *arrays)
-
-
-ARRAYS = data((4, 64, 256), "float32"), data((1, 1, 256), "float32"), jnp.ones((4, 1, 1), bool)
-
-
-@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, 0), (0, None, 0), (0, 0, None)])
-def test_vmap(in_axes):
-    arrays = [a if axis is None else jnp.stack([a] * 3) for a, axis in zip(ARRAYS, in_axes)]
-    text = program(*arrays, transform=lambda f: jax.vmap(f, in_axes), causal=True, scale=SCALE)
+    with jax.enable_x64(transform == "64-bit types"):
+        x, bias = data((4, 64, 256), "float32"), data((1, 1, 256), "float32")
+        arrays = [x, bias, jnp.ones((4, 1, 1), bool)]
+        function = jax.value_and_grad(loss, argnums=(0, 1))
+        if transform == "vmap":
+            arrays = [a if n is None else jnp.stack([a] * 3) for a, n in zip(arrays, in_axes)]
+            function = jax.vmap(function, in_axes)
+        elif transform == "shard_map":
+            function = jax.shard_map(jax.grad(loss, argnums=(0, 1)), **SHARDED)
+        text = text_for_cuda(function, *arrays)
     assert text.count("mosaic_gpu_v2") == 2
-
-
-@pytest.mark.usefixtures("x64")
-def test_64_bit_types():
-    assert program(*ARRAYS, causal=True, scale=SCALE).count("mosaic_gpu_v2") == 2
-
-
-def test_shard_map():
-    """In `shard_map`, the gradient of a bias that all shards share is summed over the shards."""
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = P("rows"), P(), P("rows")
-
-    def sharded(f):
-        out = P("rows"), P()
-        return jax.shard_map(lambda *a: f(*a)[1], mesh=mesh, in_specs=specs, out_specs=out)
-
-    text = program(*ARRAYS, transform=sharded, causal=True)
-    assert text.count("mosaic_gpu_v2") == 2
-    assert "all_reduce" in text
+    assert ("all_reduce" in text) == (transform == "shard_map")

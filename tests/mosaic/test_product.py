@@ -21,7 +21,7 @@ import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import linear as kernel
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
-from jaxnorm_kernels.mosaic.linear import ProductSchedule, choose
+from jaxnorm_kernels.mosaic.linear import ProductSchedule
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -105,35 +105,32 @@ def check(spec, schedule=None, params=None):
         check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
+# With the sizes for `SMALL`, tiles are partial along the rows, the columns, the features, or all of
+# them. The loop over tiles of columns has only one step, or fewer steps than the pipeline has
+# stages. Some numbers of columns are not divisible by the width of any swizzle (a layout of shared
+# memory), so the kernel copies tiles in another way.
+SIZES = [(128, 256, 128), (136, 64, 128), (64, 40, 128), (8, 128, 264), (200, 200, 136)]
+SIZES += [(8, 8, 8), (8, 72, 8)]
+OPTIONS = [
+    (BF16, {"scale_dtype": BF16, "scale_offset": 1.0, "activation": "gelu"}),
+    (F16, {"scale_dtype": F16, "scale_offset": 1.0, "bias_dtype": BF16}),
+    (F16, {"bias_dtype": F16, "activation": "silu", "y_dtype": F32}),
+    (BF16, {"scale_dtype": F16, "weight_dtype": F32, "activation": "relu"}),
+    (BF16, {"y_dtype": F16, "activation": "leaky_relu", "epsilon": 0.25}),
+]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "options", "schedule"),
+    ("spec", "schedule"),
     [
-        # With these sizes, tiles are partial along the rows, the columns, the features, or all of
-        # them. The loop over tiles of columns has only one step, or fewer steps than the pipeline
-        # has stages. Some numbers of columns are not divisible by the width of any swizzle (a
-        # layout of shared memory), so the kernel copies tiles in another way.
-        ((128, 256, 128), BF16, {"bias_dtype": F32}, SMALL),
-        ((136, 64, 128), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
-        ((64, 40, 128), BF16, {"bias_dtype": F32}, SMALL),
-        ((8, 128, 264), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
-        ((200, 200, 136), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
-        ((8, 8, 8), BF16, {"scale_dtype": F32, "bias_dtype": F32}, SMALL),
-        ((8, 72, 8), BF16, {"bias_dtype": F32}, SMALL),
-        *(
-            ((72, 136, 144), dtype, options, None)
-            for dtype, options in [
-                (BF16, {"scale_dtype": BF16, "scale_offset": 1.0, "activation": "gelu"}),
-                (F16, {"scale_dtype": F16, "scale_offset": 1.0, "bias_dtype": BF16}),
-                (F16, {"bias_dtype": F16, "activation": "silu", "y_dtype": F32}),
-                (BF16, {"scale_dtype": F16, "weight_dtype": F32, "activation": "relu"}),
-                (BF16, {"y_dtype": F16, "activation": "leaky_relu", "epsilon": 0.25}),
-            ]
-        ),
+        *((make_spec(*n, scale_dtype=F32, bias_dtype=F32), SMALL) for n in SIZES[1:-1:2]),
+        *((make_spec(*n, bias_dtype=F32), SMALL) for n in SIZES[::2]),
+        *((make_spec(72, 136, 144, dtype, **options), None) for dtype, options in OPTIONS),
     ],
     ids=str,
 )
-def test_values(sizes, dtype, options, schedule):
-    check(make_spec(*sizes, dtype, **options), schedule)
+def test_values(spec, schedule):
+    check(spec, schedule)
 
 
 @pytest.mark.parametrize(("blocks", "stages"), [(1, 2), (3, 3)])
@@ -202,13 +199,6 @@ def test_numbers_that_float16_has_not(power, dtype):
         check_result(spec, arrays, run(spec, *arrays))
 
 
-def test_small_schedule_where_tiles_are_few():
-    """Tiles are 128 instead of 256 features wide only if there are too few tiles for all SMs."""
-    few, many = make_spec(1024, 4096, 4096), make_spec(8192, 4096, 4096)
-    assert choose(few.rows, few.features, HOPPER).features == 128
-    assert choose(many.rows, many.features, HOPPER).features == 256
-
-
 # ---------------------------------------------------------------------------------- the function
 
 
@@ -225,7 +215,7 @@ GELU = make_spec(24, 64, 136, scale_dtype=F32, bias_dtype=F32, activation="gelu"
 def test_vmap(in_axes):
     """`jax.vmap` over x, or over a parameter, gives a loop over the batch elements."""
     x, *parameters = arrays_of(dataclasses.replace(GELU, rows=8))
-    x = x.reshape(2, 4, 64)  # with two leading axes
+    x = x.reshape(2, 4, 64)
     arrays = [
         a if axis is None else jnp.stack([a, a[::-1]], axis)
         for a, axis in zip([x, *parameters], in_axes)

@@ -19,9 +19,10 @@ from programs import kernels_in
 from specs import BF16, F16, F32, changed
 
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.norm import rope as rope_backward
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
