@@ -45,6 +45,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, linear_loss_call
 from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
+from jaxnorm.primitives import row_operations
 from jaxnorm_kernels import launching
 
 # Before the loop, the number of classes is padded to a multiple of this number. A row of 16-bit
@@ -594,7 +595,9 @@ def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Car
     """Run a pass of a loss on a chunk's logits. `linear` are the cotangents."""
     names = call.primals if call.direction == "fwd" else call.residual_names
     arrays = [operands[name] for name in names]
-    return dict(zip(call.returns, linear_loss_call.bind(call, *arrays, *linear)))
+    # If the classes are sharded, run plain JAX, which sums over all shards of a row.
+    run = call.xla if call.spec.cols_over else functools.partial(row_operations.bind, call)
+    return dict(zip(call.returns, run(*arrays, *linear)))
 
 
 def _powers_of_two(sizes: jax.Array) -> jax.Array:
