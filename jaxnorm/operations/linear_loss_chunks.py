@@ -56,17 +56,13 @@ COLUMNS = 8
 _WHOLE = Over()
 
 
-def run(
-    head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
-) -> list[jax.Array]:
+def run(head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE) -> list[jax.Array]:
     """Compute the results of a pass.
 
     Args:
       head: the static description of the pass.
       arrays: operands in the order of `LinearLossCall.takes`; one device's shards on a mesh.
       over: the mesh axes over which the operands are sharded.
-      recompute: True to apply `jax.checkpoint` to each chunk, so that JAX saves no logits if it
-        differentiates this function.
     """
     by_name = dict(zip(head.primals, arrays))
     if head.direction == "tan":
@@ -75,7 +71,7 @@ def run(
 
         def floats(*values: jax.Array) -> list[jax.Array]:
             given = (by_name | dict(zip(along, values))).values()
-            return [*filter(is_inexact, run(forward, *given, over=over, recompute=recompute))]
+            return [*filter(is_inexact, run(forward, *given, over=over))]
 
         return jax.jvp(floats, [by_name[name] for name in along], [*along.values()])[1]
 
@@ -105,7 +101,7 @@ def run(
         return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
     flat = [*map(flattened, head.takes, head.kinds_taken, whole)]
-    chunks = Chunks(head, flat, over, recompute)
+    chunks = Chunks(head, flat, over)
     cotangents = map(chunks.masked, chunks.linear)
     results = chunks.forward() if head.direction == "fwd" else chunks.gradients([*cotangents])
 
@@ -135,10 +131,8 @@ class Chunks:
     x is two-dimensional: its leading axes are flattened to rows.
     """
 
-    def __init__(
-        self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
-    ):
-        self.head, self.over, self.recompute = head, over, recompute
+    def __init__(self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over):
+        self.head, self.over = head, over
         self.primals = dict(zip(head.primals, arrays))
         self.kept = dict(zip(head.kept, arrays[len(head.primals) : head.residuals]))
         self.linear = [*arrays[head.residuals :]]
@@ -172,7 +166,6 @@ class Chunks:
             shards=lax.axis_size(over.classes) if over.classes else 1,
             copies=copies,
             accumulator=self.accumulator,
-            may_hold=not recompute,
         )
 
     def forward(self) -> list[jax.Array]:
@@ -393,7 +386,7 @@ class Chunks:
             sizes = _powers_of_two(largest * jnp.abs(factor))
             return [a / _like(sizes[:, 0], a) for a in arrays], sizes
 
-        if loss is None or self.recompute:  # JAX differentiates the results.
+        if loss is None:  # JAX differentiates the results.
             y, dlogits, others = pulled(
                 lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
             )
@@ -487,10 +480,11 @@ class Chunks:
             return carry
         count = math.ceil(self.rows / self.chunk)
 
+        # If JAX differentiates a pass, for second-order derivatives, it saves no logits.
+        @jax.checkpoint
         def body(i: Any, carry: Carry) -> Carry:
             return step(Rows(self, i), carry)
 
-        body = jax.checkpoint(body) if self.recompute else body
         first = int(starts_sums or count == 1)
         carry = body(jnp.int32(0), carry) if first else carry
         return lax.fori_loop(first, count, body, carry) if first < count else carry

@@ -75,9 +75,6 @@ class LossRules(Rules[LinearLossCall]):
             types.append(sharding.type_like(x, mesh, shape, of_rows[name].dtype, split))
         return types
 
-    def differentiated(self, head: LinearLossCall, *arrays: Any, **layout: Any) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
-
     def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # The results include gradients, so the tangents are second-order derivatives.
             return self.second_order(head, primals, tangents)

@@ -188,10 +188,6 @@ class Rules[P: Pass]:
         by_name = dict(zip((self.with_residuals(call) or call).returns, outputs))
         return [by_name[name] for name in call.returns]
 
-    def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results like `plain_jax`, in code that JAX can differentiate again."""
-        return self.plain_jax(call, *arrays)
-
     def uncompiled(self, call: P, *arrays: jax.Array) -> list[jax.Array]:
         """Compute the results under `jax.disable_jit`."""
         return self.anywhere(self.on_shard, call, *arrays)
@@ -255,7 +251,7 @@ class Rules[P: Pass]:
         """
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
-            function = functools.partial(self.anywhere, self.differentiated, call)
+            function = functools.partial(self.anywhere, self.plain_jax, call)
             _, tangents_out = jvp(function, primals, tangents)
         eager.check(f"a derivative of {call.function}", call.returns, tangents_out)
         return results, tangents_out
