@@ -40,7 +40,6 @@ _GRADIENT = "jaxnorm_linear_gradient"
 class LossRules(Rules[LinearLossCall]):
     """The JAX rules of the linear losses."""
 
-    static = "head"
     plain_jax = on_shard = staticmethod(linear_loss_chunks.run)
 
     def check_vma(self, head: LinearLossCall) -> bool:

@@ -118,8 +118,6 @@ class Rules[P: Pass]:
         device, the types of the arrays and the mesh; returns the sharding of the arrays, and the
         function that each device runs.
       factors: returns Shardy's sharding rule, which relates the shardings of a pass's arrays.
-
-      static: name of the primitive's parameter that has the call as its value.
     """
 
     types: Callable[..., list[Any]]
@@ -132,7 +130,6 @@ class Rules[P: Pass]:
     batch: Callable[..., tuple[Arrays, list[int]]]
     shards: Callable[..., Shards]
     factors: Callable[..., Factors]
-    static = "call"
 
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
@@ -218,7 +215,7 @@ class Rules[P: Pass]:
         # so that all vary over the same mesh axes. Outside, no mesh is set, and no cast is needed.
         is_outside = jax.sharding.get_abstract_mesh().empty
         operands = leaves if is_outside else sharding.vary_alike(leaves)
-        results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
+        results: list[jax.Array] = primitive.bind(*operands, call=call)
         return results
 
     def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:
@@ -304,10 +301,10 @@ class Rules[P: Pass]:
             return [False] * len(equation.invars), None
         if all(used):
             return [True] * len(equation.invars), equation
-        call: P = equation.params[self.static]
+        call: P = equation.params["call"]
         less, by_name = call.without_unused(used), dict(zip(call.returns, equation.outvars))
         outvars = [by_name[name] for name in less.returns]
-        equation = equation.replace(outvars=outvars, params={self.static: less})
+        equation = equation.replace(outvars=outvars, params={"call": less})
         return [True] * len(equation.invars), equation
 
     # ---------------------------------------------------------------------------------- lowering
