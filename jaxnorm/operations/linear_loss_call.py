@@ -354,7 +354,6 @@ def chunks_of(
     shards: int = 1,
     copies: int = 1,
     accumulator: int = 0,
-    may_hold: bool = True,
 ) -> tuple[int, bool]:
     """Return the number of rows of a chunk, and True if the dlogits of all rows are stored.
 
@@ -399,7 +398,6 @@ def chunks_of(
       accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
         if even a single chunk would allocate an array of this size for the gradient, because then a
         single chunk saves no memory.
-      may_hold: False if the call must not store the dlogits of all rows.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1)), False
@@ -413,7 +411,7 @@ def chunks_of(
     even = math.ceil(rows / math.ceil(rows / most))
     size = min(math.ceil(even / _TILE) * _TILE, rows)
     most_memory = accumulator + size * (of_row + classes * separate)
-    for held in (size, size // 2) if may_hold and accumulator and separate and size < rows else ():
+    for held in (size, size // 2) if accumulator and separate and size < rows else ():
         needed = rows * classes * separate + held * of_row
         if held % _TILE == 0 and held >= _LEAST and needed <= most_memory:
             return held, True

@@ -152,9 +152,9 @@ class Chunks:
         if head.teacher is not None:
             of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
             self.given |= {"teacher_weight": of_teacher}
-        # Count a chunk's arrays of the logits' shape and dtype. Besides the logits, there is a
-        # second array in two cases: a divergence has the teacher's logits, and a traced function
-        # that uses the logits itself has their gradient.
+        # Besides the logits, there is a second array of their shape and dtype in two cases: a
+        # divergence has the teacher's logits, and a traced function that uses the logits itself has
+        # their gradient.
         copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
         # If `holds_dlogits` is True, the dlogits of all rows are stored. If it is False, a chunk's
         # dlogits may overwrite the chunk's logits.
@@ -176,8 +176,7 @@ class Chunks:
             return [self.total(losses), *gradients]
 
         def step(rows: Rows, carry: Carry) -> Carry:
-            logits, arrays = self.of_chunk(rows, self.given)
-            results = self.results(rows, logits, arrays)
+            results = self.results(rows, *self.of_chunk(rows))
             return {name: rows.put(carry[name], results[name]) for name in carry}
 
         by_name = self.loop(step, self.empty_results())
@@ -189,9 +188,9 @@ class Chunks:
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
 
-        This method runs a backward pass, or a forward pass that also returns gradients. For a
-        forward pass, the list starts with an array of the losses of all rows, and `cotangents` has
-        one array: the factor of each row's loss in the mean or sum.
+        The pass is a backward pass, or a forward pass that also returns gradients. In the latter
+        case, the list starts with the losses of all rows, and `cotangents` has the factor of each
+        row's loss in the mean or sum.
         """
         head, losses_of = self.head, self.head.outputs if self.head.direction == "fwd" else ()
         dtypes = {name: self.gradient_dtype(name) for name in head.wrt}
@@ -255,9 +254,8 @@ class Chunks:
     def accumulator(self) -> int:
         """Number of additional bytes that several chunks need to accumulate weight's gradient.
 
-        Several chunks need an array of weight's shape in the dtype of the sum, and the number is
-        the size of this array. It is 0 if the gradient is not computed, or if even a single chunk
-        needs such an array. A single chunk needs it in two cases:
+        It is the size of an array of weight's shape in the dtype of the sum. It is 0 if the
+        gradient is not computed, or if even a single chunk needs such an array, in two cases:
 
         * The gradient has the dtype of the sum. Then the array becomes the gradient itself.
         * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
@@ -306,18 +304,14 @@ class Chunks:
         sums = jnp.sum(self.masked(losses))
         return self.scale() * linear_loss_call.sum_over(sums, self.over.rows)
 
-    def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
+    def of_chunk(self, rows: "Rows") -> tuple[jax.Array, Carry]:
         """Return the logits of a chunk, and a dict of the other operands of a traced function.
 
         The dict is empty if there is no traced function. If there is one, the arrays of a masked
         row are replaced by those of an unmasked row: a NaN in a masked row would spread to the
         gradients of shared arrays, which are sums over all rows.
-
-        Args:
-          rows: the rows of the chunk.
-          given: a dict of the operands; the weights are cast and padded.
         """
-        is_traced = self.head.program.after is not None
+        given, is_traced = self.given, self.head.program.after is not None
         x = rows.filled(rows.of(given["x"])) if is_traced else rows.of_x(given["x"])
         logits = self.product(x, given["weight"], given.get("bias"), self.head.dtypes)
         if not is_traced:
@@ -348,15 +342,14 @@ class Chunks:
 
         Return four values:
 
-        1. The first result of the chunk's rows. It may be None if the forward pass has saved its
-           results.
+        1. The first result of the chunk's rows, or None if the forward pass has saved it.
         2. The gradient of the logits, in the dtype of the matmuls' operands.
         3. The powers of two by which the rows of a float16 gradient have been divided, so that
            small elements do not underflow; 1 for other dtypes.
         4. A dict of the gradients of the other operands, which only a traced function has.
         """
         program, loss = self.head.program, self.head.program.loss
-        logits, arrays = self.of_chunk(rows, self.given)
+        logits, arrays = self.of_chunk(rows)
         wanted = {name: a for name, a in arrays.items() if name in self.head.wrt}
         cotangents = [*map(rows.of, cotangents)]
 
@@ -383,7 +376,7 @@ class Chunks:
                 return arrays, 1
             of_rows = jnp.concatenate([jnp.abs(a).reshape(rows.size, -1) for a in arrays], -1)
             largest = jnp.max(of_rows, -1, keepdims=True, initial=0)
-            sizes = _powers_of_two(largest * jnp.abs(factor))
+            sizes = lax.stop_gradient(_powers_of_two(largest * jnp.abs(factor)))
             return [a / _like(sizes[:, 0], a) for a in arrays], sizes
 
         if loss is None:  # JAX differentiates the results.
@@ -471,9 +464,8 @@ class Chunks:
         """Run all chunks, and return the carry after the last one.
 
         ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums` is
-        True, the carry that the first step returns has more arrays than `carry`. The first chunk
-        then precedes the loop, because the carry of a loop must have the same arrays in all
-        iterations.
+        True, the first step adds arrays to `carry`. It then precedes the loop, because the carry of
+        a loop must have the same arrays in all iterations.
         """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
@@ -521,15 +513,14 @@ class Rows:
         if self.overlaps:
             places = self.start + jnp.arange(size, dtype=self.start.dtype)
             is_first = places < (index + 1) * size - short
-        # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
-        # also belong to the next chunk. It is None if no rows are masked by the user and no chunks
-        # overlap.
+        # A mask of the chunk's rows: False for rows that the user masks or that also belong to the
+        # next chunk. It is None if the user masks no rows and no chunks overlap.
         self.counted = _both(None if chunks.counted is None else self.of(chunks.counted), is_first)
 
     def kept(self) -> Carry:
-        """Return a dict with this chunk's rows of the saved results and statistics.
+        """Return the chunk's rows of the saved results and statistics, in a dict.
 
-        The statistic log_sum is set to -inf in masked rows: the loss ignores rows with this value.
+        The statistic log_sum is -inf in masked rows: the loss ignores rows with this value.
         """
         kept = {name: self.of(a) for name, a in self.chunks.kept.items()}
         if self.counted is not None:
