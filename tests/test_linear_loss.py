@@ -429,7 +429,7 @@ SIZES = {
 )
 @pytest.mark.parametrize("of", ["cotangents", "weights"])
 def test_rows_of_different_sizes(of, dtype, scale):
-    """The gradients of rows with small cotangents or small weights are accurate, too.
+    """Gradients of rows with small cotangents or small weights are accurate.
 
     `logits_scale` may have any size. The gradient of the logits is proportional to this scale. With
     a large scale, it could overflow in float16. So the gradient of the logits is divided by a power

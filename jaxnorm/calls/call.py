@@ -51,9 +51,9 @@ _SHOWN = {
 
 
 class TakesAndReturns:
-    """Which arrays a pass takes and returns; a base class of the descriptions of calls.
+    """A base class of the descriptions of calls, with the arrays that a pass takes and returns.
 
-    Both are derived from these attributes of the subclass: `direction`, `primals` and `outputs`
+    They are derived from these attributes of the subclass: `direction`, `primals` and `outputs`
     (the names of the forward pass's operands and results), `residual_names`, and `wrt` (the names
     of the operands with a tangent or a gradient). A tangent has the name of its operand, and a
     cotangent has the name of its result.

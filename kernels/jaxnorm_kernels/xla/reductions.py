@@ -88,8 +88,8 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
 
     The normalised axes have size 1 in the result. The maximum of a row without columns is -inf.
 
-    If the columns are sharded, the result has no derivative, because `lax.pmax` has none. No
-    derivative of a formula needs it: the maximum cancels in each result.
+    If the columns are sharded, the derivative of the result is 0, because `lax.pmax` has none. The
+    derivatives of formulas are correct without it, because the maximum cancels in each result.
     """
     # `initial` is the maximum of a row without columns.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
