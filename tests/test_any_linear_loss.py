@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from functions import scalar
 from jax.sharding import PartitionSpec as P
 from meshes import eight_devices
 from program_error import assert_computes
@@ -27,7 +28,9 @@ def normal(seed, *shape, dtype="float32"):
 
 def test_any_pytree_of_results():
     """With ``"none"``, `fun` may return arrays of any shapes, also integers, for any positions."""
-    x, weight, where = normal(0, *ROWS, WIDTH), normal(1, WIDTH, CLASSES), normal(5, *ROWS) > 0
+    x, weight, weights = normal(0, *ROWS, WIDTH), normal(1, WIDTH, CLASSES), normal(5, *ROWS)
+    weights = jnp.maximum(weights, 0)
+    where = weights > 0
 
     def fun(logits, row):
         top, index = jax.lax.top_k(logits, 3)
@@ -35,7 +38,7 @@ def test_any_pytree_of_results():
 
     def run(x, weight):
         rows = {"scale": jnp.ones(x.shape[:-1])}
-        counts = where if x.ndim == 3 else None
+        counts = weights if x.ndim == 3 else None
         return linear_loss(fun, x, weight, rows, where=counts, reduction="none", chunk=3)
 
     results, pullback = jax.vjp(lambda *a: run(*a)["top"], x, weight)
@@ -48,6 +51,34 @@ def test_any_pytree_of_results():
     np.testing.assert_array_equal(got["is_large"], (logits.max(-1) > 1) & where)
     assert run(x[0, 0], weight)["top"].shape == (3,)
     assert run(x[:0, 0], weight)["top"].shape == (0, 3)
+
+
+def test_divergences_from_logits():
+    """`fun` may pass the logits to a loss of jaxnorm as its first or as its second operand.
+
+    If `fun` also returns the logits, or passes them as the second operand, it runs as plain JAX.
+    """
+    x, weight = normal(0, *ROWS, WIDTH), normal(1, WIDTH, CLASSES)
+    teacher = normal(2, *ROWS, CLASSES)
+
+    def first(z, t):
+        return jaxnorm.kl_divergence(z, t)
+
+    def second(z, t):
+        return first(t, z)
+
+    def both(z, t):
+        return first(z, t), z
+
+    def of(fun):
+        def ours(x, weight):
+            return linear_loss(fun, x, weight, teacher, reduction="none", chunk=3)
+
+        return ours, lambda x, weight: jax.vmap(jax.vmap(fun))(x @ weight, teacher)
+
+    for fun in (first, second, both):
+        ours, plain = (jax.value_and_grad(scalar(f), (0, 1)) for f in of(fun))
+        assert_computes(jax.jit(ours)(x, weight), plain, x, weight, like=ours)
 
 
 def of_a_scan(logits, shift):

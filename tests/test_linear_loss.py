@@ -288,50 +288,36 @@ def test_weights_that_cancel():
     assert_computes(ours, linear_loss, x[:, :4], weight, labels[:, :4])
 
 
-def test_chunks_by_default():
-    """By default, a chunk has at most 1 GiB of logits and at most 2048 rows.
-
-    All chunks have nearly equal sizes, which are multiples of 128 rows. A chunk may have more than
-    2048 rows if its logits are not larger than the weight's gradient.
-    """
-    bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
-    cases = [
-        (None, 8192, (2048, 128256), bf16, 2048),
-        (None, 8192, (4096, 128256), bf16, 4096),  # as large as the weight's gradient
-        (None, 8192, (2048, 256000), f32, 1024),
-        (None, 8192, (2048, 2**20), f32, 512),
-        (None, 9000, (2048, 32000), bf16, 1920),  # five nearly equal chunks
-        (None, 100, (2048, 32000), bf16, 100),
-        (4096, 100, (2048, 32000), bf16, 100),
-        (None, 0, (2048, 32000), bf16, 1),
-    ]
-    for chunk, rows, weight, dtype, expected in cases:
-        assert chunks_of(chunk, rows, weight, (dtype, dtype)) == (expected, False)
-    # All rows form one chunk if its logits and their gradient take no more memory than the
-    # accumulator. This is the float32 array in which smaller chunks would add up the gradient of
-    # the weight.
-    for rows, weight, logits, expected in (
-        (8192, (4096, 128256), bf16, 8192),
-        (8320, (4096, 128256), bf16, 2816),
-        (8192, (2048, 128256), bf16, 2048),
-        (5376, (8192, 32000), f32, 5376),
-    ):
-        given, accumulator = (rows, weight, (logits, bf16)), 4 * weight[0] * weight[1]
-        assert chunks_of(None, *given, accumulator=accumulator) == (expected, False)
-        assert chunks_of(64, *given, accumulator=accumulator) == (64, False)
-    # A call may store the gradient of all logits. It then needs no accumulator, but it must not use
-    # more memory than a call with an accumulator. If it would, chunks of half as many rows are
-    # tried, because their logits take less memory. If this is not enough, the gradient of all
-    # logits is not stored.
-    for rows, weight, expected in (
-        (8192, (4096, 128256), (2048, True)),
-        (8192, (2048, 128256), (1024, True)),
-        (16384, (2048, 50257), (2048, False)),
-    ):
-        accumulator = 4 * weight[0] * weight[1]
-        assert chunks_of(None, rows, weight, (f32, bf16), accumulator=accumulator) == expected
-    # The logits are float32. The matmul that computes them has operands of 16 bits.
-    assert chunks_of(None, 8192, (8192, 32000), (f32, bf16)) == (4096, False)
+@pytest.mark.parametrize(
+    ("rows", "weight", "dtype", "chunk", "with_gradient"),
+    [
+        # At most 1 GiB of logits, and at most 2048 rows; nearly equal chunks, multiples of 128. If
+        # weight has a gradient, all rows form one chunk if its logits and their gradient are no
+        # larger than the accumulator: the float32 array in which smaller chunks add up this
+        # gradient.
+        (8192, (2048, 128256), "bfloat16", 2048, (2048, False)),
+        (8192, (4096, 128256), "bfloat16", 4096, (8192, False)),
+        (8320, (4096, 128256), "bfloat16", 2816, (2816, False)),
+        (9000, (2048, 32000), "bfloat16", 1920, (1920, False)),
+        (100, (2048, 32000), "bfloat16", 100, (100, False)),
+        (0, (2048, 32000), "bfloat16", 1, (1, False)),
+        # The gradient of all logits may be stored instead of an accumulator. Then chunks of half as
+        # many rows are tried, if the memory would not suffice for whole ones.
+        (5376, (8192, 32000), "float32", 2688, (5376, False)),
+        (8192, (8192, 32000), "float32", 4096, (4096, True)),
+        (8192, (4096, 128256), "float32", 2048, (2048, True)),
+        (8192, (2048, 128256), "float32", 2048, (1024, True)),
+        (16384, (2048, 50257), "float32", 2048, (2048, False)),
+        (8192, (2048, 2**20), "float32", 512, (512, False)),
+    ],
+)
+def test_chunks_by_default(rows, weight, dtype, chunk, with_gradient):
+    dtypes = jnp.dtype(dtype), jnp.dtype("bfloat16")
+    assert chunks_of(None, rows, weight, dtypes) == (chunk, False)
+    accumulator = 4 * weight[0] * weight[1]
+    assert chunks_of(None, rows, weight, dtypes, accumulator=accumulator) == with_gradient
+    given = chunks_of(64, rows, weight, dtypes, accumulator=accumulator)
+    assert given == (min(64, max(rows, 1)), False)
 
 
 @pytest.mark.parametrize("shape", [(1, 40), (7, 40), (7, 1)], ids=str)
@@ -443,7 +429,7 @@ SIZES = {
 )
 @pytest.mark.parametrize("of", ["cotangents", "weights"])
 def test_rows_of_different_sizes(of, dtype, scale):
-    """The gradients of rows with small cotangents or small weights are accurate, too.
+    """Gradients of rows with small cotangents or small weights are accurate.
 
     `logits_scale` may have any size. The gradient of the logits is proportional to this scale. With
     a large scale, it could overflow in float16. So the gradient of the logits is divided by a power

@@ -113,6 +113,8 @@ def test_shapes():
         assert y.shape == (*shape[:-1], features)
         assert [g.shape for g in gradients] == [x.shape, weight.shape]
         assert all(np.isfinite(g).all() for g in gradients)
+        of_weight, _ = jax.jit(jax.grad(function, 1, has_aux=True))(x, weight)
+        np.testing.assert_array_equal(of_weight, gradients[1])
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")

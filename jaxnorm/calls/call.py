@@ -50,8 +50,36 @@ _SHOWN = {
 }
 
 
+class TakesAndReturns:
+    """A base class of the descriptions of calls, with the arrays that a pass takes and returns.
+
+    They are derived from these attributes of the subclass: `direction`, `primals` and `outputs`
+    (the names of the forward pass's operands and results), `residual_names`, and `wrt` (the names
+    of the operands with a tangent or a gradient). A tangent has the name of its operand, and a
+    cotangent has the name of its result.
+    """
+
+    @functools.cached_property
+    def residuals(self: Any) -> int:
+        """Number of residuals. They are the first operands of the tangent and backward passes."""
+        return len(self.residual_names)
+
+    @functools.cached_property
+    def takes(self: Any) -> tuple[str, ...]:
+        """Names of the arrays that the pass takes."""
+        if self.direction == "fwd":
+            return (*self.primals,)
+        return (*self.residual_names, *(self.wrt if self.direction == "tan" else self.outputs))
+
+    @functools.cached_property
+    def returns(self: Any) -> tuple[str, ...]:
+        """Names of the arrays that the pass returns. A gradient has the name of its operand."""
+        results = {"fwd": self.outputs + self.wrt, "tan": self.outputs, "bwd": self.wrt}
+        return results[self.direction]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class Call(TakesAndReturns):
     """The static description of one pass of a call: everything except the arrays' values.
 
     `Call.of` interns calls: equal calls are the same object, so caches can be keyed on identity.
@@ -121,6 +149,10 @@ class Call:
     @functools.cached_property
     def direction(self) -> Direction:
         return self.spec.direction
+
+    @functools.cached_property
+    def outputs(self) -> tuple[str, ...]:
+        return self.spec.outputs
 
     @functools.cached_property
     def wrt(self) -> tuple[str, ...]:
@@ -266,41 +298,10 @@ class Call:
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.also_saved))
 
     @functools.cached_property
-    def residuals(self) -> int:
-        """Number of residuals. They are the first operands of the tangent and backward passes."""
-        return len(self.residual_names)
-
-    @functools.cached_property
     def parameters(self) -> dict[str, int]:
         """A dict from each name in `Operation.also_saved` to its index among the residuals."""
         names = self.spec.operation.also_saved
         return {name: i for i, name in enumerate(self.residual_names) if name in names}
-
-    @functools.cached_property
-    def takes(self) -> tuple[str, ...]:
-        """Names of the arrays that the pass takes.
-
-        A tangent has the name of its operand, and a cotangent has the name of its result.
-        """
-        match self.spec.direction:
-            case "fwd":
-                return self.primals
-            case "tan":
-                return (*self.residual_names, *self.spec.wrt)
-            case _:
-                return (*self.residual_names, *self.spec.outputs)
-
-    @functools.cached_property
-    def returns(self) -> tuple[str, ...]:
-        """Names of the arrays that the pass returns.
-
-        A tangent has the name of its result, and a gradient has the name of its operand.
-        """
-        match self.spec.direction:
-            case "fwd" | "tan":
-                return self.spec.outputs
-            case _:
-                return self.spec.wrt
 
     @functools.cached_property
     def kinds_taken(self) -> list[Kind]:

@@ -488,7 +488,7 @@ def bound(
         d, classes = arrays["weight"].shape
         copies = 1 if loss.spec.loss.teacher_dtype is None else 2
         sizes = arrays["x"].size // max(d, 1), (d, classes), head.dtypes[::-1]
-        rows, _ = chunks_of(head.chunk, *sizes, copies=copies, may_hold=False)
+        rows, _ = chunks_of(head.chunk, *sizes, copies=copies)
         call = loss_of_rows(loss, (rows, classes), 1, has_positions="where" in arrays)
         call.check_implementation()
     return linear_loss_primitive.bind(head, *arrays.values())

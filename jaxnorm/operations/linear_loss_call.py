@@ -39,11 +39,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr  # type: ignore[attr-defined]
 
-from jaxnorm.calls.call import Call
+from jaxnorm.calls.call import Call, TakesAndReturns
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks
 from jaxnorm.operations.loss import Function as OfLogits
-from jaxnorm.primitives import row_operations
 from jaxnorm_kernels.specs import Direction
 
 Function = Literal[
@@ -119,7 +118,7 @@ def _types(call: Call) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearLossCall:
+class LinearLossCall(TakesAndReturns):
     """The static description of one pass of a linear loss.
 
     Attributes:
@@ -213,21 +212,8 @@ class LinearLossCall:
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n in self.wrt])
 
     @property
-    def residuals(self) -> int:
-        """Number of residuals: the first operands of the tangent and backward passes."""
-        return len(self.primals + self.kept)
-
-    @property
-    def returns(self) -> tuple[str, ...]:
-        results = {"fwd": self.outputs + self.wrt, "tan": self.outputs, "bwd": self.wrt}
-        return results[self.direction]
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        if self.direction == "fwd":
-            return self.primals
-        linear = self.wrt if self.direction == "tan" else self.outputs
-        return self.primals + self.kept + linear
+    def residual_names(self) -> tuple[str, ...]:
+        return self.primals + self.kept
 
     @property
     def kinds_taken(self) -> list[Kind]:
@@ -341,36 +327,6 @@ def loss_of_rows(loss: Call, shape: tuple[int, ...], mask: int, **changes: Any) 
     return loss.with_view(view).replaced(**changes)
 
 
-def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Bind the primitive of the pass; if the classes are sharded, run plain JAX instead."""
-    if not call.spec.cols_over:
-        return row_operations.bind(call, *arrays)
-    if call.spec.direction == "fwd":
-        return _forward_on_shards(call, *arrays)
-    return call.xla(*[a for a in arrays if a is not None])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Run the forward pass in plain JAX on one device's shard of the classes.
-
-    This function has its own JVP rule, because it uses `jax.lax.pmax`, which has no derivative.
-    """
-    return call.xla(*[a for a in arrays if a is not None])
-
-
-@_forward_on_shards.defjvp
-def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    whole = call.with_stats()
-    outputs = dict(zip(whole.returns, _forward_on_shards(whole, *primals)))
-    arrays = dict(zip(call.primals, primals)) | outputs
-    arrays["saved"] = arrays["x"]
-    tangent = whole.tangent(("x",))
-    residuals = [arrays[name] for name in tangent.residual_names]
-    along = dict(zip(tangent.returns, tangent.xla(*residuals, tangents[0])))
-    return [outputs[name] for name in call.returns], [along[name] for name in call.returns]
-
-
 # Limits for the number of rows of a chunk.
 #
 # Small chunks are slow, because each chunk loads and stores dW, the float32 gradient of weight.
@@ -398,7 +354,6 @@ def chunks_of(
     shards: int = 1,
     copies: int = 1,
     accumulator: int = 0,
-    may_hold: bool = True,
 ) -> tuple[int, bool]:
     """Return the number of rows of a chunk, and True if the dlogits of all rows are stored.
 
@@ -443,7 +398,6 @@ def chunks_of(
       accumulator: bytes of the array in which several chunks accumulate weight's gradient. It is 0
         if even a single chunk would allocate an array of this size for the gradient, because then a
         single chunk saves no memory.
-      may_hold: False if the call must not store the dlogits of all rows.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1)), False
@@ -457,7 +411,7 @@ def chunks_of(
     even = math.ceil(rows / math.ceil(rows / most))
     size = min(math.ceil(even / _TILE) * _TILE, rows)
     most_memory = accumulator + size * (of_row + classes * separate)
-    for held in (size, size // 2) if may_hold and accumulator and separate and size < rows else ():
+    for held in (size, size // 2) if accumulator and separate and size < rows else ():
         needed = rows * classes * separate + held * of_row
         if held % _TILE == 0 and held >= _LEAST and needed <= most_memory:
             return held, True

@@ -45,6 +45,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, linear_loss_call
 from jaxnorm.operations.linear_loss_call import OF_ROWS, LinearLossCall, Over, is_inexact, kind
 from jaxnorm.operations.loss import counted
+from jaxnorm.primitives import row_operations
 from jaxnorm_kernels import launching
 
 # Before the loop, the number of classes is padded to a multiple of this number. A row of 16-bit
@@ -55,17 +56,13 @@ COLUMNS = 8
 _WHOLE = Over()
 
 
-def run(
-    head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
-) -> list[jax.Array]:
+def run(head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE) -> list[jax.Array]:
     """Compute the results of a pass.
 
     Args:
       head: the static description of the pass.
       arrays: operands in the order of `LinearLossCall.takes`; one device's shards on a mesh.
       over: the mesh axes over which the operands are sharded.
-      recompute: True to apply `jax.checkpoint` to each chunk, so that JAX saves no logits if it
-        differentiates this function.
     """
     by_name = dict(zip(head.primals, arrays))
     if head.direction == "tan":
@@ -74,7 +71,7 @@ def run(
 
         def floats(*values: jax.Array) -> list[jax.Array]:
             given = (by_name | dict(zip(along, values))).values()
-            return [*filter(is_inexact, run(forward, *given, over=over, recompute=recompute))]
+            return [*filter(is_inexact, run(forward, *given, over=over))]
 
         return jax.jvp(floats, [by_name[name] for name in along], [*along.values()])[1]
 
@@ -104,7 +101,7 @@ def run(
         return a.reshape(count, *a.shape[len(lead) :]) if kind in OF_ROWS else a
 
     flat = [*map(flattened, head.takes, head.kinds_taken, whole)]
-    chunks = Chunks(head, flat, over, recompute)
+    chunks = Chunks(head, flat, over)
     cotangents = map(chunks.masked, chunks.linear)
     results = chunks.forward() if head.direction == "fwd" else chunks.gradients([*cotangents])
 
@@ -134,10 +131,8 @@ class Chunks:
     x is two-dimensional: its leading axes are flattened to rows.
     """
 
-    def __init__(
-        self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
-    ):
-        self.head, self.over, self.recompute = head, over, recompute
+    def __init__(self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over):
+        self.head, self.over = head, over
         self.primals = dict(zip(head.primals, arrays))
         self.kept = dict(zip(head.kept, arrays[len(head.primals) : head.residuals]))
         self.linear = [*arrays[head.residuals :]]
@@ -157,9 +152,9 @@ class Chunks:
         if head.teacher is not None:
             of_teacher = self.padded(self.primals["teacher_weight"], head.teacher)
             self.given |= {"teacher_weight": of_teacher}
-        # Count a chunk's arrays of the logits' shape and dtype. Besides the logits, there is a
-        # second array in two cases: a divergence has the teacher's logits, and a traced function
-        # that uses the logits itself has their gradient.
+        # Besides the logits, there is a second array of their shape and dtype in two cases: a
+        # divergence has the teacher's logits, and a traced function that uses the logits itself has
+        # their gradient.
         copies = 2 if loss is None or loss.spec.loss.teacher_dtype is not None else 1
         # If `holds_dlogits` is True, the dlogits of all rows are stored. If it is False, a chunk's
         # dlogits may overwrite the chunk's logits.
@@ -171,7 +166,6 @@ class Chunks:
             shards=lax.axis_size(over.classes) if over.classes else 1,
             copies=copies,
             accumulator=self.accumulator,
-            may_hold=not recompute,
         )
 
     def forward(self) -> list[jax.Array]:
@@ -182,8 +176,7 @@ class Chunks:
             return [self.total(losses), *gradients]
 
         def step(rows: Rows, carry: Carry) -> Carry:
-            logits, arrays = self.of_chunk(rows, self.given)
-            results = self.results(rows, logits, arrays)
+            results = self.results(rows, *self.of_chunk(rows))
             return {name: rows.put(carry[name], results[name]) for name in carry}
 
         by_name = self.loop(step, self.empty_results())
@@ -195,9 +188,9 @@ class Chunks:
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
 
-        This method runs a backward pass, or a forward pass that also returns gradients. For a
-        forward pass, the list starts with an array of the losses of all rows, and `cotangents` has
-        one array: the factor of each row's loss in the mean or sum.
+        The pass is a backward pass, or a forward pass that also returns gradients. In the latter
+        case, the list starts with the losses of all rows, and `cotangents` has the factor of each
+        row's loss in the mean or sum.
         """
         head, losses_of = self.head, self.head.outputs if self.head.direction == "fwd" else ()
         dtypes = {name: self.gradient_dtype(name) for name in head.wrt}
@@ -261,9 +254,8 @@ class Chunks:
     def accumulator(self) -> int:
         """Number of additional bytes that several chunks need to accumulate weight's gradient.
 
-        Several chunks need an array of weight's shape in the dtype of the sum, and the number is
-        the size of this array. It is 0 if the gradient is not computed, or if even a single chunk
-        needs such an array. A single chunk needs it in two cases:
+        It is the size of an array of weight's shape in the dtype of the sum. It is 0 if the
+        gradient is not computed, or if even a single chunk needs such an array, in two cases:
 
         * The gradient has the dtype of the sum. Then the array becomes the gradient itself.
         * The matmuls are in float16. Then the sum is stored in the wider dtype, because it must be
@@ -312,18 +304,14 @@ class Chunks:
         sums = jnp.sum(self.masked(losses))
         return self.scale() * linear_loss_call.sum_over(sums, self.over.rows)
 
-    def of_chunk(self, rows: "Rows", given: Carry) -> tuple[jax.Array, Carry]:
+    def of_chunk(self, rows: "Rows") -> tuple[jax.Array, Carry]:
         """Return the logits of a chunk, and a dict of the other operands of a traced function.
 
         The dict is empty if there is no traced function. If there is one, the arrays of a masked
         row are replaced by those of an unmasked row: a NaN in a masked row would spread to the
         gradients of shared arrays, which are sums over all rows.
-
-        Args:
-          rows: the rows of the chunk.
-          given: a dict of the operands; the weights are cast and padded.
         """
-        is_traced = self.head.program.after is not None
+        given, is_traced = self.given, self.head.program.after is not None
         x = rows.filled(rows.of(given["x"])) if is_traced else rows.of_x(given["x"])
         logits = self.product(x, given["weight"], given.get("bias"), self.head.dtypes)
         if not is_traced:
@@ -354,15 +342,14 @@ class Chunks:
 
         Return four values:
 
-        1. The first result of the chunk's rows. It may be None if the forward pass has saved its
-           results.
+        1. The first result of the chunk's rows, or None if the forward pass has saved it.
         2. The gradient of the logits, in the dtype of the matmuls' operands.
         3. The powers of two by which the rows of a float16 gradient have been divided, so that
            small elements do not underflow; 1 for other dtypes.
         4. A dict of the gradients of the other operands, which only a traced function has.
         """
         program, loss = self.head.program, self.head.program.loss
-        logits, arrays = self.of_chunk(rows, self.given)
+        logits, arrays = self.of_chunk(rows)
         wanted = {name: a for name, a in arrays.items() if name in self.head.wrt}
         cotangents = [*map(rows.of, cotangents)]
 
@@ -389,10 +376,10 @@ class Chunks:
                 return arrays, 1
             of_rows = jnp.concatenate([jnp.abs(a).reshape(rows.size, -1) for a in arrays], -1)
             largest = jnp.max(of_rows, -1, keepdims=True, initial=0)
-            sizes = _powers_of_two(largest * jnp.abs(factor))
+            sizes = lax.stop_gradient(_powers_of_two(largest * jnp.abs(factor)))
             return [a / _like(sizes[:, 0], a) for a in arrays], sizes
 
-        if loss is None or self.recompute:  # JAX differentiates the results.
+        if loss is None:  # JAX differentiates the results.
             y, dlogits, others = pulled(
                 lambda logits, arrays: self.results(rows, logits[0], arrays).values(), logits
             )
@@ -477,19 +464,19 @@ class Chunks:
         """Run all chunks, and return the carry after the last one.
 
         ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums` is
-        True, the carry that the first step returns has more arrays than `carry`. The first chunk
-        then precedes the loop, because the carry of a loop must have the same arrays in all
-        iterations.
+        True, the first step adds arrays to `carry`. It then precedes the loop, because the carry of
+        a loop must have the same arrays in all iterations.
         """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
             return carry
         count = math.ceil(self.rows / self.chunk)
 
+        # If JAX differentiates a pass, for second-order derivatives, it saves no logits.
+        @jax.checkpoint
         def body(i: Any, carry: Carry) -> Carry:
             return step(Rows(self, i), carry)
 
-        body = jax.checkpoint(body) if self.recompute else body
         first = int(starts_sums or count == 1)
         carry = body(jnp.int32(0), carry) if first else carry
         return lax.fori_loop(first, count, body, carry) if first < count else carry
@@ -526,15 +513,14 @@ class Rows:
         if self.overlaps:
             places = self.start + jnp.arange(size, dtype=self.start.dtype)
             is_first = places < (index + 1) * size - short
-        # A mask of the chunk's rows. It is False for rows that the user masks, and for rows that
-        # also belong to the next chunk. It is None if no rows are masked by the user and no chunks
-        # overlap.
+        # A mask of the chunk's rows: False for rows that the user masks or that also belong to the
+        # next chunk. It is None if the user masks no rows and no chunks overlap.
         self.counted = _both(None if chunks.counted is None else self.of(chunks.counted), is_first)
 
     def kept(self) -> Carry:
-        """Return a dict with this chunk's rows of the saved results and statistics.
+        """Return the chunk's rows of the saved results and statistics, in a dict.
 
-        The statistic log_sum is set to -inf in masked rows: the loss ignores rows with this value.
+        The statistic log_sum is -inf in masked rows: the loss ignores rows with this value.
         """
         kept = {name: self.of(a) for name, a in self.chunks.kept.items()}
         if self.counted is not None:
@@ -594,7 +580,9 @@ def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Car
     """Run a pass of a loss on a chunk's logits. `linear` are the cotangents."""
     names = call.primals if call.direction == "fwd" else call.residual_names
     arrays = [operands[name] for name in names]
-    return dict(zip(call.returns, linear_loss_call.bind(call, *arrays, *linear)))
+    # If the classes are sharded, run plain JAX, which sums over all shards of a row.
+    run = call.xla if call.spec.cols_over else functools.partial(row_operations.bind, call)
+    return dict(zip(call.returns, run(*arrays, *linear)))
 
 
 def _powers_of_two(sizes: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,6 @@ _GRADIENT = "jaxnorm_linear_gradient"
 class LossRules(Rules):
     """The JAX rules of the linear losses."""
 
-    static = "head"
     plain_jax = on_shard = staticmethod(linear_loss_chunks.run)
 
     def check_vma(self, head: LinearLossCall) -> bool:
@@ -75,21 +74,17 @@ class LossRules(Rules):
             types.append(sharding.type_like(x, mesh, shape, of_rows[name].dtype, split))
         return types
 
-    def differentiated(self, head: LinearLossCall, *arrays: Any, **layout: Any) -> list[jax.Array]:
-        return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
-
     def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # The results include gradients, so the tangents are second-order derivatives.
             return self.second_order(head, primals, tangents)
+        nonzeros = _differentiated(head, tangents)
         if head.reduction != "none":
-            nonzeros = _differentiated(head, tangents)
             full = head.with_gradients([*nonzeros])
             outputs = remat.named(self.names(full), self.bind(full, *primals))
             return self._along(full, outputs, nonzeros)
         with_kept = dataclasses.replace(head, keeps=bool(head.kept))
         by_name = dict(zip(with_kept.outputs, self.bind(with_kept, *primals)))
         residuals = [*primals, *map(by_name.get, head.kept)]
-        nonzeros = _differentiated(head, tangents)
         along = iter(self.tangents_of(head, residuals, nonzeros))
         results = [by_name[name] for name in head.outputs]
         return results, [next(along) if is_inexact(y) else zero_like(y) for y in results]
@@ -220,17 +215,11 @@ class LossRules(Rules):
         d, v = (names if {*names} <= {*sum(rows, ())} else () for names in stored)
         moved = [names[0] for _, names, _ in exchanged]
         of_x = [(*(n for n in names if n not in moved), *g) for names, g in zip(rows, gathered)]
-        of: dict[str, Any] = {
-            "x": ([*of_x, tuple(n for n in features if n in moved)], []),
-            "weight": ([d, v or classes], []),
-            "columns": ([], [classes]),
-            "row": (rows, []),
-            "mask": (rows, [classes]),
-        }
+        of_x.append(tuple(n for n in features if n in moved))
+        entries_of = _axes(of_x, [d, v or classes], rows, classes, itertools.repeat(()))
 
         def spec(kind: str, shape: Sequence[int] = ()) -> PartitionSpec:
-            entries = _of_axes(of, kind, shape, itertools.repeat(()))
-            return PartitionSpec(*[names or None for names in entries])
+            return PartitionSpec(*[names or None for names in entries_of(kind, shape)])
 
         moves = {"x": _gathers(gathered) + exchanged, "weight": _gathers((d, v))}
         over = Over(sum(rows, ()), classes, moves)
@@ -245,37 +234,42 @@ class LossRules(Rules):
         # The axis d has the name d in x, but k in weight. If the names were equal, Shardy would
         # shard weight and its gradient like x. With different names, weight and its gradient keep
         # the sharding of weight.
-        of: dict[str, Any] = {
-            "x": ([*rows, "d"], []),
-            "weight": (["k", "v"], []),
-            "columns": ([], ["v"]),
-            "row": (rows, []),
-            "mask": (rows, ["v"]),
-        }
         others = (f"t{i}" for i in itertools.count())
-
-        def factors(kinds: Sequence[str], avals: Sequence[Any]) -> list[str]:
-            pairs = zip(kinds, avals)
-            return [" ".join(_of_axes(of, kind, a.shape, others)) for kind, a in pairs]
-
-        operands = factors(head.kinds_taken, arrays)
-        results = factors(head.kinds_returned, self.types(head, *map(jax.typeof, arrays)))
+        names_of = _axes([*rows, "d"], ["k", "v"], rows, "v", others)
+        types = self.types(head, *map(jax.typeof, arrays))
+        operands, results = (
+            [" ".join(names_of(kind, a.shape)) for kind, a in zip(kinds, avals)]
+            for kinds, avals in ((head.kinds_taken, arrays), (head.kinds_returned, types))
+        )
         named = dict.fromkeys(" ".join(operands).split())
         return Factors(operands, results, whole=tuple(n for n in named if n.startswith("t")))
 
 
-def _of_axes(of: dict[str, Any], kind: str, shape: Sequence[int], others: Iterator[Any]) -> Any:
-    """Return a list with an entry for each axis of an array of this kind and shape.
+def _axes(
+    x: Sequence[Any],
+    weight: Sequence[Any],
+    rows: Sequence[Any],
+    classes: Any,
+    others: Iterator[Any],
+) -> Callable[[str, Sequence[int]], list[Any]]:
+    """Return a function of an array's kind and shape, which returns one entry for each axis.
 
-    `of` maps a kind to a pair of lists: the entries of the first axes, and the entries of the last
-    axes. `others` yields the entries of the axes in between, and of a mask's axes of size 1.
+    `x` and `weight` are the entries of these two arrays, `rows` those of the row axes of all other
+    arrays, and `classes` that of their axis of classes. `others` yields the entries of all other
+    axes, and of a mask's axes of size 1.
     """
-    first, last = of.get(kind, ([], []))
-    count = max(0, len(shape) - len(first) - len(last))
-    entries = [*first, *itertools.islice(others, count), *last]
-    if kind != "mask":
-        return entries
-    return [next(others) if size == 1 else entry for size, entry in zip(shape, entries)]
+    first = {"x": x, "weight": weight, "row": rows, "mask": rows}
+    last = {"columns": [classes], "mask": [classes]}
+
+    def entries(kind: str, shape: Sequence[int]) -> list[Any]:
+        start, end = first.get(kind, []), last.get(kind, [])
+        between = itertools.islice(others, max(0, len(shape) - len(start) - len(end)))
+        found = [*start, *between, *end]
+        if kind != "mask":
+            return found
+        return [next(others) if size == 1 else entry for size, entry in zip(shape, found)]
+
+    return entries
 
 
 def _gathers(over: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...], bool]]:

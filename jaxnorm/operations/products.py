@@ -101,15 +101,13 @@ class Dot:
             out_sharding=self.out_sharding,
         )
 
-    def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array | None:
-        """Return a tangent, the sum of `terms`, in the dtype `result`; None if `terms` is empty.
+    def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array:
+        """Return a tangent, the sum of `terms`, in the dtype `result`.
 
         The terms are results of matmuls, and have the dtype of the matmuls' operands. The sum is
         computed in float32 (or float64). When JAX transposes this sum, it casts the cotangent to
         the terms' dtype.
         """
-        if not terms:
-            return None
         wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)
 
@@ -129,7 +127,7 @@ def _dot_tangent(
     z: jax.Array,
     arrays: Sequence[jax.Array],
     tangents: Sequence[Any],
-) -> jax.Array | None:
+) -> jax.Array:
     (h, weight), (dh, dweight) = arrays, tangents
     terms = []
     if dh is not None:
@@ -146,7 +144,7 @@ def _product_tangent(
     z: jax.Array,
     arrays: Sequence[jax.Array],
     tangents: Sequence[Any],
-) -> jax.Array | None:
+) -> jax.Array:
     """Return the tangent of `product`: ``dz = dh @ weight + h @ dweight``.
 
     h is f's result, and JAX has computed its tangent dh from the tangents of f's arguments. In the
@@ -192,10 +190,8 @@ def _activated_tangent(
     y: jax.Array,
     arrays: Sequence[jax.Array],
     tangents: Sequence[Any],
-) -> jax.Array | None:
+) -> jax.Array:
     (z, rounded), (dz, _) = arrays, tangents
-    if dz is None:
-        return None
 
     def tangent(rounded: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (rounded.astype(z.dtype),), (dz,))[1]

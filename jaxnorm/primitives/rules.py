@@ -75,8 +75,6 @@ class Rules:
         device, the types of the arrays and the mesh; returns the sharding of the arrays, and the
         function that each device runs.
       factors: returns Shardy's sharding rule, which relates the shardings of a pass's arrays.
-
-      static: name of the primitive's parameter that has the call as its value.
     """
 
     types: Callable[..., list[Any]]
@@ -89,7 +87,6 @@ class Rules:
     batch: Callable[..., tuple[Arrays, list[int]]]
     shards: Callable[..., Shards]
     factors: Callable[..., Factors]
-    static = "call"
 
     def __init__(self) -> None:
         self.primitive = functools.cache(self.registered)
@@ -145,10 +142,6 @@ class Rules:
         by_name = dict(zip((self.with_residuals(call) or call).returns, outputs))
         return [by_name[name] for name in call.returns]
 
-    def differentiated(self, call: Any, /, *arrays: jax.Array) -> list[jax.Array]:
-        """Compute the results like `plain_jax`, in code that JAX can differentiate again."""
-        return self.plain_jax(call, *arrays)
-
     def uncompiled(self, call: Any, *arrays: jax.Array) -> list[jax.Array]:
         """Compute the results under `jax.disable_jit`."""
         return self.anywhere(self.on_shard, call, *arrays)
@@ -179,7 +172,7 @@ class Rules:
         # so that all vary over the same mesh axes. Outside, no mesh is set, and no cast is needed.
         is_outside = jax.sharding.get_abstract_mesh().empty
         operands = leaves if is_outside else sharding.vary_alike(leaves)
-        results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
+        results: list[jax.Array] = primitive.bind(*operands, call=call)
         return results
 
     def _may_be_partitioned(self, call: Any, arrays: Arrays) -> bool:
@@ -212,7 +205,7 @@ class Rules:
         """
         results = self.bind(call, *primals)
         with wide_types_for((*primals, *results)):
-            function = functools.partial(self.anywhere, self.differentiated, call)
+            function = functools.partial(self.anywhere, self.plain_jax, call)
             _, tangents_out = jvp(function, primals, tangents)
         eager.check(f"a derivative of {call.function}", call.returns, tangents_out)
         return results, tangents_out
@@ -265,10 +258,10 @@ class Rules:
             return [False] * len(equation.invars), None
         if all(used):
             return [True] * len(equation.invars), equation
-        call: Any = equation.params[self.static]
+        call: Any = equation.params["call"]
         less, by_name = call.without_unused(used), dict(zip(call.returns, equation.outvars))
         outvars = [by_name[name] for name in less.returns]
-        equation = equation.replace(outvars=outvars, params={self.static: less})
+        equation = equation.replace(outvars=outvars, params={"call": less})
         return [True] * len(equation.invars), equation
 
     # ---------------------------------------------------------------------------------- lowering

@@ -87,10 +87,13 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
     """Return the maximum of v over the normalised axes, including all shards.
 
     The normalised axes have size 1 in the result. The maximum of a row without columns is -inf.
+
+    If the columns are sharded, the derivative of the result is 0, because `lax.pmax` has none. The
+    derivatives of formulas are correct without it, because the maximum cancels in each result.
     """
     # `initial` is the maximum of a row without columns.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
-    return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
+    return lax.pmax(lax.stop_gradient(largest), spec.cols_over) if spec.cols_over else largest
 
 
 def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
