@@ -174,11 +174,14 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
     if is_simple and not (_has_floats(equation.outvars) and _has_floats(equation.invars)):
         from_floats = name == "convert_element_type" and _has_floats(equation.invars)
         is_key = any(isinstance(o.value, jax.Array) for o in operands)
-        if name in _EXACT and not from_floats and not is_key:
+        if (name in _EXACT or name in _ALSO_EXACT) and not from_floats and not is_key:
             (variable,) = equation.outvars
             arrays = [o.value.astype(a.aval.dtype) for o, a in zip(operands, equation.invars)]
-            result = np.asarray(_EXACT[name](*arrays, **params))
-            return [exact(result.astype(variable.aval.dtype))]
+            if name in _EXACT:
+                result = _EXACT[name](*arrays)
+            else:
+                result = _RULES[name]([*map(exact, arrays)], **params)[0].value
+            return [exact(np.asarray(result).astype(variable.aval.dtype))]
         results = equation.primitive.bind(*map(_as_jax, operands, equation.invars), **params)
         results = results if equation.primitive.multiple_results else [results]
         return [*map(exact, results)]
@@ -206,34 +209,16 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
     raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
 
 
-def _broadcast(array: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
-    kept = dict(zip(broadcast_dimensions, array.shape))
-    return np.broadcast_to(array.reshape([kept.get(i, 1) for i in range(len(shape))]), shape)
-
-
-def _iota(*, shape: Any, dimension: int, **_: Any) -> np.ndarray:
-    return np.indices(shape, sparse=True)[dimension] + np.zeros(shape, np.int64)
-
-
 # Operations that only move elements or work on integers and booleans. NumPy runs them, because JAX
-# would compile each of them separately.
+# would compile each of them separately. The rules of the operations in `_ALSO_EXACT` compute the
+# results of these types, too.
 _EXACT: dict[str, Callable] = {
-    "broadcast_in_dim": _broadcast,
-    "iota": _iota,
-    "select_n": lambda which, *cases, **_: np.choose(which.astype(np.int64), cases),
-    "reshape": lambda a, *, new_sizes, **_: a.reshape(new_sizes),
-    "convert_element_type": lambda a, *, new_dtype, **_: a.astype(new_dtype),
-    "squeeze": lambda a, *, dimensions, **_: np.squeeze(a, dimensions),
-    **{
-        name: lambda *arrays, _function=function, **_: _function(*arrays)
-        for name, function in {
-            **{"add": np.add, "sub": np.subtract, "mul": np.multiply},
-            **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
-            **{"gt": np.greater, "ge": np.greater_equal, "max": np.maximum, "min": np.minimum},
-            **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
-        }.items()
-    },
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply},
+    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
+    **{"gt": np.greater, "ge": np.greater_equal, "max": np.maximum, "min": np.minimum},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
 }
+_ALSO_EXACT = {"broadcast_in_dim", "iota", "select_n", "reshape", "convert_element_type", "squeeze"}
 
 
 def _has_floats(atoms: Any) -> bool:
@@ -515,6 +500,15 @@ def _view(function: Callable) -> Callable:
     return rule
 
 
+def _broadcast(a, shape, broadcast_dimensions, **_):
+    kept = dict(zip(broadcast_dimensions, a.shape))
+    return np.broadcast_to(a.reshape([kept.get(i, 1) for i in range(len(shape))]), shape)
+
+
+def _iota(_, *, shape, dimension, **_params):
+    return exact(np.indices(shape, sparse=True)[dimension] + np.zeros(shape, np.int64)), 0
+
+
 def _slice(a, start_indices, limit_indices, strides, **_):
     strides = strides or [1] * a.ndim
     return a[tuple(map(slice, start_indices, limit_indices, strides))]
@@ -604,6 +598,7 @@ _RULES: dict[str, Callable] = {
         # The array's dtype may be wider than the format to which it is rounded.
         np.abs(operands[0].value) * 2.0 ** (23 - mantissa_bits),
     ),
+    "iota": _iota,
     "broadcast_in_dim": _view(_broadcast),
     "reshape": _view(lambda a, new_sizes, **_: a.reshape(new_sizes)),
     "squeeze": _view(lambda a, dimensions, **_: a.squeeze(tuple(dimensions))),
