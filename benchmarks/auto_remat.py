@@ -16,7 +16,6 @@ of sequences that a single GPU has without `--fsdp`, and the memory is per GPU.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import fnmatch
 import functools
@@ -120,7 +119,7 @@ def measure(
     If `save` is given, also append the results to this CSV file.
     """
     steps: dict[str, training.Step] = {}
-    seconds: dict[str, float] = {}
+    seconds: dict[str, tuple[float, float]] = {}
     mesh: dict[str, Any] = {"shardings": sharded} if fsdp else {}
     devices = jax.device_count() if fsdp else 1
     for row in rows:
@@ -130,13 +129,12 @@ def measure(
             step = training.Step(cell, devices * cell.batch, remat=ROWS[row].auto, **mesh)
             if fsdp:
                 step.model = FsdpModel(**vars(step.model))
-            _ = step.lowered
-            steps[row] = step
+            _, lowered = step.lowered, time.perf_counter()
+            _, compiled = step.run, time.perf_counter()
+            steps[row], seconds[row] = step, (lowered - start, compiled - lowered)
+            _ = step.initial, step.batch
         except Exception as error:  # A row that fails must not hide the others.
             print(f"{model} {layers} {row}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        seconds[row] = time.perf_counter() - start
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda step: (step.run, step.initial, step.batch), steps.values()))
     rounds: dict[str, list[float]] = {row: [] for row in steps}
     losses: dict[str, float] = {}
     for _ in range(_ROUNDS):
@@ -147,10 +145,11 @@ def measure(
     best = min(rounds.get("plain", [float("nan")]))
     for row, each in steps.items():
         ms, gb = statistics.median(rounds[row]), each.temp_bytes / 1e9
+        traced, compiled = seconds[row]
         print(
             f"{model:11} {layers:9} {row:41} {min(rounds[row]):8.2f} ms "
             f"({min(rounds[row]) / best:.3f})  median {ms:8.2f}  temp {gb:6.2f} GB  loss "
-            f"{losses[row]:.4f}  traced in {seconds[row]:.1f} s",
+            f"{losses[row]:.4f}  traced in {traced:.1f} s, compiled in {compiled:.1f} s",
             flush=True,
         )
         if save is not None:

@@ -3,22 +3,17 @@
 For the backward pass, the norms save their outputs instead of their inputs.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-if importlib.util.find_spec("equinox") is None:
-    raise ImportError(
-        "jaxnorm.equinox needs equinox, which is not installed; "
-        'install it, from a checkout of jaxnorm, with: pip install -e ".[equinox]"'
-    )
-
-import equinox as eqx
-
 from jaxnorm.models import conversion
+
+with conversion.needed("equinox", "jaxnorm.equinox needs equinox"):
+    import equinox as eqx
+
 from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.remat.auto_remat import auto_remat as _auto_remat
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
@@ -34,17 +29,6 @@ class _Norm(eqx.Module):
     save: Save = eqx.field(static=True)
     implementation: Name | None = eqx.field(static=True)
     scale_offset: float = eqx.field(static=True)
-
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
-        super().__init__(*args, **fields)
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
         """Normalise x like equinox's module; ``state`` is returned unchanged.
@@ -92,9 +76,7 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.LayerNorm, _Norm.__init__)
-    def __init__(self, *args: Any, **fields: Any) -> None:
-        super().__init__(*args, **fields)
+    __init__ = conversion.init_of(eqx.nn.LayerNorm)
 
 
 class RMSNorm(_Norm, eqx.nn.RMSNorm):
@@ -123,9 +105,7 @@ class RMSNorm(_Norm, eqx.nn.RMSNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(eqx.nn.RMSNorm, _Norm.__init__)
-    def __init__(self, *args: Any, **fields: Any) -> None:
-        super().__init__(*args, **fields)
+    __init__ = conversion.init_of(eqx.nn.RMSNorm)
 
 
 class GroupNorm(_Norm, eqx.nn.GroupNorm):
@@ -154,9 +134,7 @@ class GroupNorm(_Norm, eqx.nn.GroupNorm):
       (64, 16, 16)
     """
 
-    @conversion.arguments_of(eqx.nn.GroupNorm, _Norm.__init__)
-    def __init__(self, *args: Any, **fields: Any) -> None:
-        super().__init__(*args, **fields)
+    __init__ = conversion.init_of(eqx.nn.GroupNorm)
 
 
 def convert[Model](
@@ -263,26 +241,22 @@ def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree
     """
     new: dict[int, Any] = {}
 
-    def visit(node: Any, path: str) -> Any:
+    def visit(node: Any, path: tuple[Any, ...]) -> Any:
         children, structure = jax.tree_util.tree_flatten_with_path(
             node, is_leaf=lambda child: child is not node and _is_module(child)
         )
         visited = [
-            visit(child, _joined(path, key)) if _is_module(child) and child is not node else child
-            for key, child in children
+            visit(child, (*path, *keys)) if _is_module(child) and child is not node else child
+            for keys, child in children
         ]
         is_same = all(after is before for after, (_, before) in zip(visited, children))
         made = node if is_same else jax.tree.unflatten(structure, visited)
         if _is_module(node):
-            made = new.setdefault(id(node), replace(made, node, path))
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            made = new.setdefault(id(node), replace(made, node, name))
         return made
 
-    return visit(model, "")
-
-
-def _joined(path: str, key: Any) -> str:
-    name = jax.tree_util.keystr(key, simple=True, separator=".")
-    return f"{path}.{name}" if path else name
+    return visit(model, ())
 
 
 def _of_class(module: Any, kind: type, added: Mapping[str, Any]) -> Any:
@@ -348,12 +322,8 @@ def _is_left_to_equinox(norm: Any, x: Any) -> bool:
     """
     if x.dtype.name in FLOAT_DTYPES and x.size and x.ndim:
         return False
-    if norm.scale_offset:
-        raise ValueError(
-            f"{type(norm).__name__}: scale_offset={norm.scale_offset} with an x of shape {x.shape} "
-            f"and dtype {x.dtype.name}, which is left to equinox's own code, which adds no offset; "
-            "cast x, or add the offset to the parameter"
-        )
+    call = f"with an x of shape {x.shape} and dtype {x.dtype.name}, left to equinox's own code"
+    conversion.check_offset(norm, call, "cast x")
     return True
 
 

@@ -241,8 +241,7 @@ def _operands(norm: Any, x: Any) -> tuple[flax_modules.Place, dict[str, Any], np
 
     The parameters are created in the scope of the module, according to the module's fields.
     """
-    place = flax_modules.place_of(norm, jnp.shape(x))
-    assert place is not None
+    place: Any = flax_modules.place_of(norm, jnp.shape(x))
     shape = [x.shape[-1]] if flax_modules.is_group_norm(norm) else [*place.parameter]
     parameters = {
         name: norm.param(name, getattr(norm, f"{name}_init"), shape, norm.param_dtype)
@@ -255,12 +254,8 @@ def _operands(norm: Any, x: Any) -> tuple[flax_modules.Place, dict[str, Any], np
 def _why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Return the reason why a call of a norm runs Flax's code; None if it runs jaxnorm's code."""
     dtypes = jnp.result_type(x), norm.param_dtype, norm.dtype
-    why = flax_modules.why_flax(norm, dtypes, mask)
-    if why is not None or flax_modules.place_of(norm, jnp.shape(x)) is not None:
-        return why
-    if flax_modules.is_group_norm(norm):
-        return "groups or axes that Flax refuses"
-    return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
+    why = flax_modules.why_flax(norm, dtypes, mask) or flax_modules.place_of(norm, jnp.shape(x))
+    return why if isinstance(why, str) else None
 
 
 @contextlib.contextmanager
@@ -354,7 +349,8 @@ def converted(
     reasons = _reasons_in(params) if save == "output" and params is not None else None
     # `jax.jit` retraces only if the set of norms that save their input changes.
     kept = frozenset(at for at, why in (reasons or {}).items() if why)
-    settings = (save, implementation, kept, report.calls)
+    functions = frozenset((k, conversion.identity(f)) for k, f in report.calls.items())
+    settings = (save, implementation, kept, functions)
     if _innermost.value == settings:
         yield
         return
@@ -414,8 +410,8 @@ def _reasons_in(params: Any) -> dict[tuple[str, str], str | None]:
         if name == "scale":
             parameters = [arrays[*path, n] for n in ("scale", "bias") if (*path, n) in arrays]
             for dtype in FLOAT_DTYPES:
-                why = conversion.why_input(parameters, np.dtype(dtype))
-                reasons["/".join(path), dtype] = why
+                key = "/".join(path), dtype
+                reasons[key] = conversion.why_input(parameters, np.dtype(dtype))
     return reasons
 
 

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,48 +38,12 @@ __all__ = [
 dot_product_attention.__module__ = __name__  # Users import it from this module.
 
 
-class _RMSNormFields(TypedDict, total=False):
-    """The keyword arguments of RMSNorm: three that jaxnorm adds, then the arguments of Flax."""
+class _Norm(nnx.Module):
+    """A base class with the fields that jaxnorm's norm modules have in addition to Flax's."""
 
     save: Save
     implementation: Name | None
     scale_offset: float
-    epsilon: float
-    dtype: DTypeLike | None
-    param_dtype: DTypeLike
-    use_scale: bool
-    scale_init: nnx.Initializer
-    reduction_axes: flax_modules.Axes | None
-    feature_axes: flax_modules.Axes
-    axis_name: str | None
-    axis_index_groups: Any
-    use_fast_variance: bool
-    promote_dtype: Callable[..., Any]
-    rngs: Required[nnx.Rngs]
-    scale_metadata: Mapping[str, Any]
-
-
-class _NormFields(_RMSNormFields, total=False):
-    """The keyword arguments of LayerNorm and GroupNorm; GroupNorm rejects ``feature_axes``."""
-
-    use_bias: bool
-    bias_init: nnx.Initializer
-    bias_metadata: Mapping[str, Any]
-
-
-class _Norm(nnx.Module):
-    """A base class with the fields that jaxnorm's norm modules have in addition to Flax's."""
-
-    def __init__(
-        self,
-        *args: Any,
-        save: Save = "output",
-        implementation: Name | None = None,
-        scale_offset: float = 0.0,
-        **fields: Any,
-    ) -> None:
-        super().__init__(*args, **fields)
-        self.save, self.implementation, self.scale_offset = save, implementation, scale_offset
 
 
 class LayerNorm(_Norm, nnx.LayerNorm):
@@ -110,9 +74,7 @@ class LayerNorm(_Norm, nnx.LayerNorm):
       (8, 512)
     """
 
-    @conversion.arguments_of(nnx.LayerNorm, _Norm.__init__)
-    def __init__(self, num_features: int, **fields: Unpack[_NormFields]) -> None:
-        super().__init__(num_features, **fields)
+    __init__ = conversion.init_of(nnx.LayerNorm)
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.LayerNorm.__call__`.
@@ -149,9 +111,7 @@ class RMSNorm(_Norm, nnx.RMSNorm):
       ((8, 512), (8, 512))
     """
 
-    @conversion.arguments_of(nnx.RMSNorm, _Norm.__init__)
-    def __init__(self, num_features: int, **fields: Unpack[_RMSNormFields]) -> None:
-        super().__init__(num_features, **fields)
+    __init__ = conversion.init_of(nnx.RMSNorm)
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
         """Normalise x like :meth:`flax.nnx.RMSNorm.__call__`.
@@ -194,18 +154,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
     # `convert` sets no activation in converted modules, so they have this default.
     activation: Activation | None = None
 
-    @conversion.arguments_of(nnx.GroupNorm, _Norm.__init__)
-    def __init__(
-        self,
-        num_features: int,
-        num_groups: int | None = 32,
-        group_size: int | None = None,
-        *,
-        activation: Activation | None = None,
-        **fields: Unpack[_NormFields],
-    ) -> None:
-        super().__init__(num_features, num_groups, group_size, **fields)
-        self.activation = activation
+    __init__ = conversion.init_of(nnx.GroupNorm, activation=None)
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalise x like :meth:`flax.nnx.GroupNorm.__call__`, and apply the activation."""
@@ -453,10 +402,9 @@ def _called(
     """
     normal, stored = x if residual is None else residual, _values(norm, "scale", "bias")
     promoted, *arrays = norm.promote_dtype((normal, *stored.values()), dtype=norm.dtype)
-    place = None
-    if not flax_modules.why_flax(norm, [a.dtype for a in (promoted, *arrays)], mask):
-        place = flax_modules.place_of(norm, promoted.shape)
-    if place is None:
+    why = flax_modules.why_flax(norm, [a.dtype for a in (promoted, *arrays)], mask)
+    place = why or flax_modules.place_of(norm, promoted.shape)
+    if isinstance(place, str):
         return flax_modules.by_flax(norm, functools.partial(flax_norm, mask=mask), x, residual)
     features = math.prod(place.parameter)
     if any(a.size != features for a in arrays):

@@ -25,13 +25,3 @@ def assert_true(before, after, function):
     assert saves > 0
     assert before.total - after.total == pytest.approx(saves, rel=0.1)
     assert not told(after, function)
-
-
-def assert_remat_true(before, after):
-    """Assert that the line about auto_remat is true, and the only advice.
-
-    `before` and `after` are the reports of a function and of the same function with auto_remat.
-    """
-    assert before.saves == before.total - after.total > 0
-    assert "auto_remat saves" in str(before)
-    assert after.saves == 0

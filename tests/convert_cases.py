@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import logging
 import re
 from typing import Any
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from flax import nnx
 
 import jaxnorm.equinox
@@ -195,41 +193,5 @@ def message_of(caplog):
     return record.getMessage()
 
 
-def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameters, saved="output"):
-    """Assert that a norm's values and gradients are within the bounds of the float64 reference."""
-    width = x.shape[-1]
-    expected = reference.Norm(
-        *(reference.exact(x), reference.exact(parameters.get("scale", jnp.ones(width)))),
-        reference.exact(parameters.get("bias", jnp.zeros(width))),
-        reference.exact(d),
-        subtract_mean=name == "LayerNorm",
-        epsilon=epsilon,
-        saved=saved,
-        x_dtype=x.dtype.name,
-        y_dtype=y.dtype.name,
-    )
-    of_dx, of_dscale, of_dbias = expected.gradient_bounds()
-    reference.assert_within(y, expected.y, expected.y_bound())
-    reference.assert_within(dx, expected.dx, of_dx)
-    of_parameters = {"scale": (expected.dscale, of_dscale), "bias": (expected.dbias, of_dbias)}
-    for parameter in parameters:
-        (wanted, bound), got = of_parameters[parameter], dparameters[parameter]
-        if got.dtype != "float32":
-            bound = bound + reference.rounding(wanted, got.dtype.name)
-        reference.assert_within(got, wanted, bound)
-
-
-def arguments(module):
-    """Return the kinds and defaults of the arguments of a module's constructor."""
-    signature = inspect.signature(module.__init__)
-    return {p.name: (p.kind, p.default) for p in signature.parameters.values()}
-
-
 # The arguments, and their defaults, that jaxnorm's modules have in addition to another package's.
 EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}
-
-
-def assert_arguments_and_three_more(ours, theirs):
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    assert arguments(ours) == arguments(theirs) | {n: (keyword, v) for n, v in EXTRA.items()}
-    assert issubclass(ours, theirs)

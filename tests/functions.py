@@ -213,6 +213,27 @@ def of_positions(fun, logits, labels, counts):
     return fun(logits, jnp.maximum(labels, 0)) * counts
 
 
+def tempered_loss(logits, label, teacher, temperature):
+    """Compute a cross-entropy with a penalty for a teacher's classes, in plain JAX."""
+    z = logits / (1 + temperature**2)
+    return jax.nn.logsumexp(z) - z[label] + jnp.sum(jax.nn.softmax(teacher) * z)
+
+
+def tempered(x, w, scale, teacher, labels, counts):
+    """Return `jaxnorm.linear_loss` of a function that closes over an array and has two rows."""
+    return jaxnorm.linear_loss(
+        *(lambda *row: tempered_loss(*row, scale[0]), x, w, labels, teacher),
+        **{"where": counts, "chunk": 3},
+    )
+
+
+def plain_tempered(x, w, scale, teacher, labels, counts):
+    fun = functools.partial(tempered_loss, temperature=scale[0])
+    for _ in labels.shape:
+        fun = jax.vmap(fun)
+    return jnp.sum(fun(x @ w, labels, teacher) * counts) / counts.sum()
+
+
 def _any_linear(fun, x, w, b, labels, counts, **options):
     return jaxnorm.linear_loss(fun, x, w, labels, bias=b, where=counts, chunk=3, **options)
 
@@ -384,6 +405,9 @@ FUNCTIONS = {
             of_positions(plain_focal_loss, x @ w + b, labels, counts).sum() / counts.sum()
         ),
         "x weight feature_bias labels counts",
+    ),
+    "linear_loss in plain JAX": Function(
+        tempered, plain_tempered, "x weight scale logits labels counts"
     ),
     "linear_loss of rows": Function(
         functools.partial(_any_linear, focal_loss, reduction="none"),

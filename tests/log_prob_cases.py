@@ -4,10 +4,9 @@ import functools
 import math
 
 import jax.numpy as jnp
-import linear_loss_cases
 import numpy as np
 from loss_cases import CrossEntropy
-from reference import SAFETY, arithmetic, exact
+from reference import SAFETY, exact
 
 from jaxnorm import log_prob_and_entropy
 
@@ -68,41 +67,6 @@ class LogProbs(CrossEntropy):
         wrong = wrong + (self._log_s_error + self._entropy_bound)[..., None]
         error = self._p_error * size + (self.p + self._p_error) * wrong + few * self.p * size
         return super()._of_x_bound(a) + np.abs(exact(b))[..., None] * error
-
-
-class Linear(linear_loss_cases.Linear):
-    """Log-probabilities and entropies of rows of logits ``x @ weight + bias``.
-
-    The logits' only errors come from the sums of the matmul.
-    """
-
-    of_rows = LogProbs
-    logits_roundoff = staticmethod(arithmetic)
-    roundings = 1
-
-    @property
-    def results(self):
-        return self.rows.results
-
-    @property
-    def bounds(self):
-        """Return the bounds of both results.
-
-        The bound of the entropy relies on this fact: the sum of |d entropy / d logit| over a row is
-        at most twice the entropy.
-        """
-        of_log_prob, of_entropy = self.rows.bounds
-        wrong = self.wrong[..., 0]
-        size = np.abs(np.nan_to_num(self.rows.entropy)) + wrong
-        return of_log_prob + 2 * wrong, of_entropy + 2 * size * wrong
-
-    def moved(self, a, b):
-        p, size, wrong = self.rows.p, np.abs(self.rows.above_mean), self.wrong
-        entropy = np.abs(np.nan_to_num(self.rows.entropy))[..., None]
-        moved = p * (np.expm1(2 * wrong) * size + 2 * (1 + entropy) * wrong * np.exp(2 * wrong))
-        if self.logit_softcap is not None:
-            moved = moved + 2 * wrong / self.logit_softcap * p * size
-        return super().moved(a) + np.abs(exact(b))[..., None] * moved
 
 
 def mixed(log_prob, entropy):

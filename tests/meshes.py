@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,16 +117,10 @@ def on_mesh(function, arrays, case, kind):
 
 
 def collectives(compiled):
-    """Return a dict from each kind of collective in the program to the shapes of its results.
-
-    An asynchronous collective is an instruction whose name ends in "-start". It returns its
-    operands and then its results, so only the second half of its shapes counts.
-    """
+    """Return a dict from each kind of collective in the program to the shapes of its results."""
     found = {}
-    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\("
-    for kind, name, start in re.findall(pattern, compiled.as_text()):
-        shapes = re.findall(r"\w+\[([\d,]*)\]", kind)
-        found.setdefault(name, []).extend(shapes[len(shapes) // 2 :] if start else shapes)
+    for each in hlo.collectives(compiled.as_text(), len(jax.devices())):
+        found.setdefault(each.name, []).append(re.search(r"\[([\d,]*)\]", each.array)[1])
     return found
 
 

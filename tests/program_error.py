@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from error_rules import RULES, Value, exact, joined, parts, stored
 from jax._src import config
@@ -150,7 +151,7 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         return [*map(exact, results)]
     if name in _CONTROL:
         return _CONTROL[name](operands, **params)
-    if name in _IDENTITIES:
+    if name in _IDENTITIES or (name == "reduce_precision" and _keeps_all_bits(equation)):
         return operands
     if name in RULES:
         (variable,) = equation.outvars
@@ -170,6 +171,12 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
             inner = params[key]
             return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
     raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
+
+
+def _keeps_all_bits(equation: Any) -> bool:
+    """Return True if a `reduce_precision` keeps all bits of its operand's dtype."""
+    dtype = equation.outvars[0].aval.dtype
+    return bool(ml_dtypes.finfo(dtype).nmant <= equation.params["mantissa_bits"])
 
 
 # Operations that only move elements or work on integers and booleans. NumPy runs them, because JAX

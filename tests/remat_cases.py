@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import html
 
 import jax
 import jax.numpy as jnp
@@ -48,3 +49,13 @@ def assert_same_gradients(f, *args, argnums=(0, 1), remat=auto_remat):
     ours, plain = (jax.value_and_grad(g, argnums) for g in (remat(f), f))
     for run in (ours, jax.jit(ours)):
         assert_same(lambda run=run: run(*args), lambda: plain(*args))
+
+
+def assert_fits(plan):
+    """Assert that a plan is printed in 45 lines of 100 characters, also in notebooks."""
+    lines = str(plan).splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    shown = plan._repr_html_()
+    assert shown.startswith("<pre>")
+    assert html.unescape(shown.removeprefix("<pre>").removesuffix("</pre>")) == str(plan)

@@ -8,57 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from functions import OTHERS, options_of, plain_call_of, public_functions
-from program_error import assert_computes
 from reference import of_roundings
 
 import jaxnorm
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
+T = jnp.ones
 X = jnp.ones((2, 3, 4))
-SOFTMAXES = [jaxnorm.softmax, jaxnorm.log_softmax]
-NORMS = [jaxnorm.layer_norm, jaxnorm.rms_norm]
-each = pytest.mark.parametrize("function", SOFTMAXES + NORMS, ids=lambda f: f.__name__)
-each_norm = pytest.mark.parametrize("function", NORMS, ids=lambda f: f.__name__)
-each_softmax = pytest.mark.parametrize("function", SOFTMAXES, ids=lambda f: f.__name__)
-
-
-@each_norm
-@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (2, 1, 4), (2, 3, 4), (1,), (2, 1, 1)])
-def test_scale_of_groups(function, shape):
-    assert function(X, jnp.ones(shape)).shape == X.shape
-
-
-@each_norm
-def test_shape_of_scale_over_several_axes(function):
-    with pytest.raises(ValueError, match=r"scale has shape \(4, 2\); expected \(2, 4\)"):
-        function(X, jnp.ones((4, 2)), axis=(2, 0))
-    for shape in [(2, 4), (1, 4), (2, 1), (3, 2, 1), (1, 1)]:
-        assert function(X, jnp.ones(shape), axis=(2, 0)).shape == X.shape
-
-
-@each_norm
-def test_bias_by_keyword(function):
-    bias = jnp.arange(4.0)
-    np.testing.assert_allclose(function(X * 0, bias=bias), jnp.broadcast_to(bias, X.shape))
-    with pytest.raises(ValueError, match=rf"{function.__name__}: bias has shape \(3,\); expected"):
-        function(X, bias=jnp.ones(3))
-
-
-@each
-def test_numpy_input(function):
-    assert function(np.ones((2, 3), np.float32)).dtype == "float32"
-
-
-def test_axis_none_means_all():
-
-    def total(x):
-        return jaxnorm.softmax(x, None).sum()
-
-    assert_computes(total(X), total, X, expected=1.0)
-    np.testing.assert_array_equal(
-        jaxnorm.rms_norm(X, axis=None), jaxnorm.rms_norm(X, axis=(0, 1, 2))
-    )
+CAUSED = (TypeError, ValueError)
+CE, LINEAR_CE = "softmax_cross_entropy_with_integer_labels", "linear_softmax_cross_entropy"
 
 
 def test_a_chunk_of_more_rows_than_there_are():
@@ -102,51 +61,29 @@ def test_a_number_that_no_float_holds(name, option, power):
             called(name, **{option: value})
 
 
-@each_softmax
-def test_causal_is_true_or_false(function):
-    causal = function(X, causal=True)
-    np.testing.assert_array_equal(function(X, causal=np.True_), causal)
-    np.testing.assert_array_equal(function(X, causal=np.False_), function(X))
-    for value in ("no", "", 0, 1, None, 1.0, jnp.array(True)):
-        expected = rf"{function.__name__}: causal=.* is a {type(value).__name__}; expected True or"
-        with pytest.raises(TypeError, match=expected):
-            function(X, causal=value)
-    with pytest.raises(TypeError, match="causal is a traced value; expected a Python boolean"):
-        jax.jit(lambda causal: function(X, causal=causal))(True)
+def test_a_flag_of_numpy():
+    causal = jaxnorm.softmax(X, causal=True)
+    np.testing.assert_array_equal(jaxnorm.softmax(X, causal=np.True_), causal)
+    np.testing.assert_array_equal(jaxnorm.softmax(X, causal=np.False_), jaxnorm.softmax(X))
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda labels: jaxnorm.softmax_cross_entropy_with_integer_labels(X, labels),
-        lambda labels: jaxnorm.linear_softmax_cross_entropy(X, W, labels),
-        lambda labels: jaxnorm.log_prob_and_entropy(X, labels),
-        lambda labels: jaxnorm.linear_log_prob_and_entropy(X, W, labels),
-    ],
-    ids=["logits", "linear", "log_prob", "linear log_prob"],
-)
-class TestLabels:
-    @pytest.mark.parametrize("label", [2**40, -(2**40), 2**70, np.int64(2**40)])
-    def test_of_lists_that_no_integer_of_jax_holds(self, loss, label):
+@pytest.mark.parametrize("name", [n for n in NAMES if "labels" in plain_call_of(n).keywords])
+def test_labels_that_are_lists(name):
+    loss = functools.partial(called, name)
+    jax.tree.map(
+        np.testing.assert_array_equal, loss(labels=[0, 1, 2, 3]), loss(labels=jnp.arange(4))
+    )
+    for label in (2**40, -(2**40), 2**70, np.int64(2**40)):
         with pytest.raises(
             ValueError, match="labels has an integer that JAX's integers do not hold"
         ):
-            loss([[0, 1, label], [0, 0, 0]])
-
-    def test_of_lists(self, loss):
-        np.testing.assert_array_equal(
-            loss([[0, 1, 2], [3, 2, 1]]), loss(jnp.array([[0, 1, 2], [3, 2, 1]]))
-        )
-
-    @pytest.mark.parametrize("labels", [["a"], [[0], [1, 2]], None, "abc"])
-    def test_that_are_no_array(self, loss, labels):
+            loss(labels=[0, 1, label, 0])
+    for labels in (["a"], [[0], [1, 2]], "abc"):
         with pytest.raises(TypeError, match=r"labels is a .*; expected an array"):
-            loss(labels)
-
-    @pytest.mark.parametrize("labels", [[[True] * 3] * 2, [[0.0] * 3] * 2])
-    def test_that_are_no_integers(self, loss, labels):
+            loss(labels=labels)
+    for labels in ([True] * 4, [0.0] * 4):
         with pytest.raises(TypeError, match=r"labels has dtype .*; expected integers"):
-            loss(labels)
+            loss(labels=labels)
 
 
 def test_a_label_of_64_bits_that_is_numpys():
@@ -192,22 +129,19 @@ def test_what_a_kernel_refuses_names_the_function(name):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [
-        (jaxnorm.linear_softmax_cross_entropy, {"reduction": "mean"}),
-        (jaxnorm.linear_softmax_cross_entropy, {"reduction": "none"}),
-        (jaxnorm.linear_log_prob_and_entropy, {}),
-    ],
-)
-def test_what_is_refused_of_a_linear_loss_names_it(function, options):
-    """An error at lowering names the linear loss, not the loss that it calls for each chunk."""
-    x, weight, labels = jnp.ones((128, 256)), jnp.ones((256, 1024)), jnp.zeros(128, int)
-    loss = functools.partial(function, implementation="mosaic", **options)
-    gradient = jax.jit(jax.grad(lambda *arrays: sum(map(jnp.sum, jax.tree.leaves(loss(*arrays))))))
-    for call in (loss, jax.jit(loss), gradient):
-        with pytest.raises(ValueError, match=f"^{loss.func.__name__}: .* cannot run on cpu"):
-            call(x, weight, labels)
+@pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
+def test_a_kernel_on_a_cpu(name):
+    """On a CPU, requesting kernels raises an error, even if a kernel would support the shape."""
+    arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
+    arrays |= dict.fromkeys(("cos", "sin"), T((128, 128))) | {"teacher_weight": T((256, 256))}
+    given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}
+    if name == "rms_norm_linear":
+        given = {n: a.astype("bfloat16") for n, a in given.items()}
+    call = functools.partial(getattr(jaxnorm, name), **given, implementation="mosaic")
+    message = rf"^{name}: implementation='mosaic' cannot run on cpu: its kernels are for NVIDIA"
+    for run in (call, lambda: jax.jit(lambda: call())()):
+        with pytest.raises(ValueError, match=message):
+            run()
 
 
 # ---------------------------------------------------- messages for mistakes that people make
@@ -301,3 +235,72 @@ def test_both_spellings_of_the_options_of_logits():
         for n, value in other.items():
             with pytest.raises(TypeError, match=rf"^{name}: got both \w+= and {n}=; expected one"):
                 function(*arrays, **options, **{n: value})
+
+
+# ----------------------------------------------------------------- names and order of arguments
+
+OTHER_NAMES = [
+    ("rms_norm", "eps", 1e-5, "use epsilon="),
+    ("rms_norm", "weight", T(8), "use scale="),
+    ("rms_norm", "dim", -1, "use axis="),
+    ("layer_norm", "beta", T(8), "use bias="),
+    ("softmax", "mask", T((4, 8), bool), "use where="),
+    ("softmax", "is_causal", True, "use causal="),
+    ("softmax", "temperature", 2.0, "use scale=1 / temperature"),
+    (CE, "mask", T(4, bool), "use where="),
+    (CE, "ignore_index", -100, "use where=labels != ignore_index"),
+    (CE, "smoothing", 0.1, "use label_smoothing="),
+    (CE, "scale", 0.5, "use logits_scale="),
+    (LINEAR_CE, "ignore_index", -100, "use where=labels != ignore_index"),
+    (LINEAR_CE, "temperature", 2.0, "use logits_scale=1 / temperature"),
+    (LINEAR_CE, "chunk_size", 2, "use chunk="),
+    (LINEAR_CE, "softcap", 30.0, "use logit_softcap="),
+    ("linear_kl_divergence", "reductions", "sum", "use reduction="),
+    ("gated_linear", "act_fn", "gelu", "use activation="),
+    ("rms_norm", "is_causal", True, "expected one of x, scale, axis"),
+    ("rms_norm", "logit_scale", 2.0, "use scale="),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value", "hint"), OTHER_NAMES)
+def test_names_of_other_libraries(name, argument, value, hint):
+    call = plain_call_of(name)
+    for run in (call, jax.jit(lambda v: call(**{argument: v}))):
+        given = {argument: value} if run is call else {"v": 1.0}
+        with pytest.raises(TypeError, match=rf"^{name}: .*keyword argument '{argument}'.*{hint}"):
+            run(**given)
+    if "use" in hint:
+        ours, _, text = hint.removeprefix("use ").partition("=")
+        call(**{ours: eval(text, {**call.keywords, argument: value}) if text else value})
+
+
+SWAPPED = {
+    "rms_norm_linear": (T((2, 6, 3)), T(3), T((3, 5))),
+    "linear_softmax_cross_entropy": (T((2, 6, 3)), jnp.zeros((2, 6), int), T((3, 5))),
+    "linear_log_prob_and_entropy": (T((2, 6, 3)), jnp.zeros((2, 6), int), T((3, 5))),
+    "linear_kl_divergence": (T((2, 6, 3)), T((2, 6, 4)), T((3, 5)), T((4, 5))),
+    CE: (jnp.zeros((2, 6), int), T((2, 6, 3))),
+    "log_prob_and_entropy": (jnp.zeros((2, 6), int), T((2, 6, 3))),
+    "gated_linear": (T((2, 6, 3)), T((3, 5)), T((2, 6, 3))),
+    "activation_linear": (T((5, 3)), T((2, 5))),
+    "add_rms_norm": (T((2, 6, 3)), T(3), T((2, 6, 3))),
+    "rms_norm": (T(3), T((2, 6, 3))),
+    "rms_norm_rope": (T((2, 6, 4)), T((6, 2)), 2 * T((6, 2)), T(4)),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_swapped_arguments(name):
+    """Arrays that would be valid in another order: the error asks whether they are swapped."""
+    function, arguments = getattr(jaxnorm, name), SWAPPED[name]
+    what = "in another order" if name == "rms_norm_rope" else "swapped"
+    for run in (function, jax.jit(function)):
+        with pytest.raises(CAUSED, match=rf"^{name}: .*are .* {what}\?"):
+            run(*arguments)
+
+
+def test_errors_that_do_not_depend_on_the_order():
+    with pytest.raises(ValueError, match=r"^rms_norm_linear: weight has shape"):
+        jaxnorm.rms_norm_linear(T((2, 3)), T(3))
+    with pytest.raises(TypeError, match=r"^kl_divergence: logits_scale is differentiated"):
+        jax.grad(lambda s: jaxnorm.kl_divergence(T(3), T(3), logits_scale=s))(0.5)

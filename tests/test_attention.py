@@ -190,10 +190,13 @@ def test_errors(ours, theirs, operands, arguments, message):
         ours(*operands, **arguments)
 
 
-def test_exclusive_einsums():
+@pytest.mark.parametrize(
+    "options", [{"precision": "highest"}, {"einsum_dot_general": jax.lax.dot_general}]
+)
+def test_exclusive_einsums(options):
     einsums = {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}
     attend = jaxnorm.linen.dot_product_attention
     with pytest.raises(ValueError, match="give both or neither"):
         attend(*qkv(), qk_attn_weights_einsum=jnp.einsum)
     with pytest.raises(ValueError, match="give one or the other"):
-        attend(*qkv(), precision="highest", **einsums)
+        attend(*qkv(), **options, **einsums)

@@ -95,19 +95,6 @@ def test_a_batch_is_a_loop(name, dims, compiled):
         assert_analysed(values_of(analysed), analyse(loop, *operands), analysed)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_batch_outside_jit(name):
-    function, operands = FUNCTIONS[name].ours, operands_of(name)
-    dims = (0, *[None] * (len(operands) - 1))
-    whole = batched(operands[0], 0), *operands[1:]
-
-    def loop(x, *others):
-        results = [function(a, *others) for a in x]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-
-    assert_computes(jax.vmap(function, dims)(*whole), loop, *whole)
-
-
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_rms_norm"])
 def test_a_batch_of_scales_reads_x_once(name):
     """If only scales are mapped, plain JAX computes the forward pass, without copies of x.

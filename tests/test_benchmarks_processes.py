@@ -132,13 +132,3 @@ def test_an_interrupted_run_leaves_no_process(started):
     assert time.monotonic() - start < 30
     assert 1 <= len(started) <= 2
     assert all(process.poll() is not None for process in started)
-
-
-def test_batches_are_even_and_keep_workloads_together():
-    providers = ("xla", "jnp")
-    cells = [dataclasses.replace(CELL, cols=n, provider=p) for n in range(100) for p in providers]
-    parts = processes.batches(cells, 3, 32)
-    assert [cell for part in parts for cell in part] == cells
-    assert sorted({len(part) for part in parts}) == [8, 24]  # three rounds of three workers
-    assert all(part[0].provider == "xla" for part in parts)
-    assert processes.batches(cells[:2], 3, 32) == [cells[:2]]

@@ -56,55 +56,21 @@ def test_float16_degrades_below_its_normal_numbers():
         assert low <= norm.dscale_error <= high
 
 
-def test_scale_offset():
-    stored = {"norm": {"scale": jnp.zeros(8)}}
-    assert jaxnorm.check_params(stored, jnp.float16, scale_offset=1.0).safe
-    assert not jaxnorm.check_params(stored, jnp.float16).safe
-
-
-def test_zero_bias_beside_a_zero_scale_is_safe():
-    stored = {"scale": np.zeros(4), "bias": np.zeros(4)}
-    (norm,) = jaxnorm.check_params(stored, jnp.bfloat16)
-    assert (norm.under_floor, norm.verdict) == (4, "safe")
-
-
-def test_stacked_layers_and_linen_params():
-    variables = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.RMSNorm()]).init(
-        jax.random.key(0), jnp.ones((2, 3))
-    )
-    report = jaxnorm.check_params(variables["params"], jnp.bfloat16)
-    assert len(report) == 2
-    stacked = jax.tree.map(lambda a: jnp.stack([a] * 5), variables)
-    assert [n.columns for n in jaxnorm.check_params(stacked, jnp.bfloat16)] == [20, 20]
-
-
-def test_nnx_state_and_module():
+def test_models_of_flax():
     class Block(nnx.Module):
         def __init__(self, rngs):
             self.norm = nnx.LayerNorm(6, rngs=rngs)
             self.dense = nnx.Linear(6, 6, rngs=rngs)
 
+    variables = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.RMSNorm()]).init(
+        jax.random.key(0), jnp.ones((2, 3))
+    )
+    assert len(jaxnorm.check_params(variables["params"], jnp.bfloat16)) == 2
     block = Block(nnx.Rngs(0))
     block.norm.bias[...] = jnp.full(6, 3.0)
     for tree in (nnx.state(block), nnx.state(block, nnx.Param), nnx.to_pure_dict(nnx.state(block))):
         (norm,) = jaxnorm.check_params(tree, jnp.bfloat16)
         assert (norm.path, norm.max_bias_ratio) == ("norm", 3.0)
-
-
-def test_errors():
-    with pytest.raises(TypeError, match="dtype=int8"):
-        jaxnorm.check_params(params(), "int8")
-    with pytest.raises(TypeError, match=r"^check_params: dtype=None is no dtype; expected one of"):
-        jaxnorm.check_params(params(), None)
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, "float32"), params())
-    with pytest.raises(TypeError, match="is a ShapeDtypeStruct; expected an array with its values"):
-        jaxnorm.check_params(shapes, "float32")
-    with pytest.raises(TypeError, match="norm/scale has dtype int32"):
-        jaxnorm.check_params({"norm": {"scale": jnp.ones(3, int)}}, "float32")
-    with pytest.raises(
-        ValueError, match=r"norm has scale of shape \(3,\) and bias of shape \(2,\)"
-    ):
-        jaxnorm.check_params({"norm": {"scale": jnp.ones(3), "bias": jnp.ones(2)}}, "float32")
 
 
 def test_no_norm_is_not_safe():
@@ -176,8 +142,9 @@ def test_a_weight_is_judged_as_a_scale_is():
     (of_weight,) = jaxnorm.check_params({"ln": {"weight": scale, "bias": bias}}, jnp.bfloat16)
     assert of_scale == of_weight
     assert of_weight.verdict == 'save="input" advised'
-    offset = jaxnorm.check_params({"norm": {"weight": 0 * bias}}, jnp.float16, scale_offset=1.0)
-    assert offset.safe
+    for offset in (0.0, 1.0):
+        stored = {"norm": {"weight": 0 * bias}}
+        assert jaxnorm.check_params(stored, jnp.float16, scale_offset=offset).safe == bool(offset)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +180,6 @@ def test_norm_classes_of_models_own():
     for names in ("g", ["g"]):
         paths = {norm.path for norm in jaxnorm.check_params(tree, "bfloat16", scale_names=names)}
         assert paths == {"q_norm", "input_layernorm", "mlp", "norm"}
-    with pytest.raises(TypeError, match="scale_names is a int; expected names of parameters"):
-        jaxnorm.check_params(tree, "bfloat16", scale_names=1)
 
 
 def test_models_of_equinox():
@@ -287,6 +252,8 @@ def test_a_rotated_norm_errs_by_its_partners(name):
     assert q.max_partner_ratio == 8
     assert q.dscale_error == pytest.approx(0.83 * 2**-9 * np.sqrt((1 + 8**2) / 2))
     assert (k.max_partner_ratio, norm.max_partner_ratio) == (None, None)
+    assert "max partner/scale" in str(jaxnorm.check_params(stored, jnp.bfloat16, rotated=name))
+    assert "max partner/scale" not in str(jaxnorm.check_params(stored, jnp.bfloat16))
     # The other norms' reports are unchanged.
     assert [k, norm] == list(jaxnorm.check_params(stored, jnp.bfloat16))[::2]
     k, _, _ = jaxnorm.check_params(stored, jnp.bfloat16, rotated=("q_norm", "k_norm"))
@@ -327,29 +294,33 @@ def test_pairs_of_rotated_columns():
     assert not lost([1, 1, 1, 1, 0, 1, 1, 1], rotated_columns=4, interleaved=True)
 
 
-def test_the_table_of_rotated_norms():
-    stored = heads([1, 1, 1, 1, 8, 1, 1, 1])
-    lines = str(jaxnorm.check_params(stored, jnp.bfloat16, rotated="q_norm")).splitlines()
-    assert "max partner/scale" in lines[0]
-    assert "max partner/scale" not in str(jaxnorm.check_params(stored, jnp.bfloat16))
-    assert len({len(line.rstrip()) for line in lines[1:]}) == 1
+EIGHT, SHAPES = heads(np.ones(8)), jax.ShapeDtypeStruct((8,), "float32")
 
 
-def test_errors_of_rotated_norms():
-    stored = heads(np.ones(8))
-    with pytest.raises(ValueError, match=r"rotated names 'norm_q'.* no norm ends so; norms that "):
-        jaxnorm.check_params(stored, "float32", rotated=("q_norm", "norm_q"))
-    with pytest.raises(ValueError, match=r"q_norm has 8 columns, and rotated_columns=10; expected"):
-        jaxnorm.check_params(stored, "float32", rotated="q_norm", rotated_columns=10)
-    with pytest.raises(ValueError, match=r"q_norm has 7 columns, and rotated_columns=None; exp"):
-        jaxnorm.check_params(heads(np.ones(7)), "float32", rotated="q_norm")
-    with pytest.raises(TypeError, match=r"rotated has a int; expected names of norms"):
-        jaxnorm.check_params(stored, "float32", rotated=[1])
-    with pytest.raises(TypeError, match=r"rotated is a int; expected names of norms"):
-        jaxnorm.check_params(stored, "float32", rotated=1)
-    with pytest.raises(TypeError, match=r"rotated_columns=4.0; expected a number of col"):
-        jaxnorm.check_params(stored, "float32", rotated="q_norm", rotated_columns=4.0)
-    with pytest.raises(TypeError, match="interleaved=1 is a int; expected True or False"):
-        jaxnorm.check_params(stored, "float32", rotated="q_norm", interleaved=1)
-    with pytest.raises(ValueError, match="rotated names block/norm1, which has a bias; rms_norm_r"):
-        jaxnorm.check_params(params(), "float32", rotated="norm1")
+@pytest.mark.parametrize(
+    ("stored", "options", "message"),
+    [
+        (EIGHT, {"dtype": "int8"}, "dtype=int8"),
+        (EIGHT, {"dtype": None}, "^check_params: dtype=None is no dtype; expected one of"),
+        ({"scale": SHAPES}, {}, "is a ShapeDtypeStruct; expected an array with its values"),
+        ({"norm": {"scale": np.ones(3, int)}}, {}, "norm/scale has dtype int64"),
+        (
+            {"norm": {"scale": np.ones(3), "bias": np.ones(2)}},
+            {},
+            r"norm has scale of shape \(3,\) and bias of shape \(2,\)",
+        ),
+        (EIGHT, {"scale_names": 1}, "scale_names is a int; expected names of parameters"),
+        (EIGHT, {"rotated": ("q_norm", "norm_q")}, "rotated names 'norm_q'.* no norm ends so; nor"),
+        (EIGHT, {"rotated_columns": 10}, "q_norm has 8 columns, and rotated_columns=10; expected"),
+        (heads(np.ones(7)), {}, "q_norm has 7 columns, and rotated_columns=None; exp"),
+        (EIGHT, {"rotated": [1]}, "rotated has a int; expected names of norms"),
+        (EIGHT, {"rotated": 1}, "rotated is a int; expected names of norms"),
+        (EIGHT, {"rotated_columns": 4.0}, "rotated_columns=4.0; expected a number of col"),
+        (EIGHT, {"interleaved": 1}, "interleaved=1 is a int; expected True or False"),
+        (params(), {"rotated": "norm1"}, "rotated names block/norm1, which has a bias; rms_norm_r"),
+    ],
+)
+def test_errors(stored, options, message):
+    given = {"dtype": "float32", "rotated": "q_norm", **options}
+    with pytest.raises((TypeError, ValueError), match=message):
+        jaxnorm.check_params(stored, given.pop("dtype"), **given)

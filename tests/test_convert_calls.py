@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from convert_cases import message_of, normal
+from convert_cases import LIBRARIES, WIDTH, each_library, message_of, normal
 from flax import nnx
 
 import jaxnorm.equinox
@@ -19,35 +18,23 @@ import jaxnorm.nnx
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
-WIDTH = 16
+X = normal((WIDTH,))
 
 
 def plain(x, w):
     return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * w
 
 
-# -------------------------------------------------------- one model for each supported library
-
-
 class NnxNorm(nnx.Module):
     def __init__(self, rngs):
         self.w = nnx.Param(jnp.ones(WIDTH))
 
-    def __call__(self, x, *, double=False):
-        return plain(x, self.w[...]) * (2 if double else 1)
+    def __call__(self, x):
+        return plain(x, self.w[...])
 
 
 class NnxSubclass(NnxNorm):
     pass
-
-
-def of_nnx(norm, x, **options):
-    return jaxnorm.rms_norm(x, norm.w[...])
-
-
-def nnx_model():
-    rngs = nnx.Rngs(0)
-    return nnx.Dict(a=NnxNorm(rngs), b=NnxSubclass(rngs), c=nnx.RMSNorm(WIDTH, rngs=rngs))
 
 
 class LinenNorm(nn.Module):
@@ -58,16 +45,6 @@ class LinenNorm(nn.Module):
 
 class LinenSubclass(LinenNorm):
     pass
-
-
-def of_linen(norm, x):
-    return jaxnorm.rms_norm(x, norm.param("w", nn.initializers.ones, (WIDTH,)))
-
-
-class LinenModel(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.RMSNorm(name="c")(LinenSubclass(name="b")(LinenNorm(name="a")(x)))
 
 
 class EqxNorm(eqx.Module):
@@ -82,10 +59,7 @@ class EqxSubclass(EqxNorm):
 
 
 class EqxBlock(eqx.Module):
-    """A module that contains a norm.
-
-    A test passes functions in `calls=` for both classes: for this one, and for the norm's class.
-    """
+    """A module that contains a norm; a test passes functions in `calls=` for both classes."""
 
     norm: EqxNorm
 
@@ -93,33 +67,51 @@ class EqxBlock(eqx.Module):
         return self.norm(x)
 
 
+def of_nnx(norm, x):
+    return jaxnorm.rms_norm(x, norm.w[...])
+
+
+def of_linen(norm, x):
+    return jaxnorm.rms_norm(x, norm.param("w", nn.initializers.ones, (WIDTH,)))
+
+
 def of_equinox(norm, x):
     return jaxnorm.rms_norm(x, norm.w)
 
 
-def equinox_model():
-    w = jnp.ones(WIDTH)
-    return {"a": EqxNorm(w), "b": EqxSubclass(w), "c": eqx.nn.RMSNorm(WIDTH)}
+# The norm class of a user, a subclass of it, and a function for `calls=`.
+OWN = {
+    "linen": (LinenNorm, LinenSubclass, of_linen),
+    "nnx": (NnxNorm, NnxSubclass, of_nnx),
+    "equinox": (EqxNorm, EqxSubclass, of_equinox),
+}
 
 
-def assert_as_accurate(ours, theirs, x, times=1):
-    """Assert that our result is as accurate as plain JAX's result `theirs`.
-
-    Each result is x after a chain of norms. `times` is the number of norms; their scales are 1.
-    """
-    with jax.enable_x64(True):
-        expected = jnp.asarray(np.asarray(x, "float64"))
-        for _ in range(times):
-            expected = plain(expected, jnp.ones(WIDTH, "float64"))
-    reference.assert_as_accurate(ours, theirs, expected)
+def made(library, kind):
+    """Return a norm of any class; for linen, the class."""
+    if library.name == "linen":
+        return kind
+    if issubclass(kind, (library.theirs.LayerNorm, library.theirs.RMSNorm)):
+        return library.make(kind)
+    return kind(nnx.Rngs(0)) if library.name == "nnx" else kind(jnp.ones(WIDTH))
 
 
-def assert_told(caplog, function, kind, subclass):
-    """Assert that one warning names the module of class `kind` and the module of its subclass."""
-    assert message_of(caplog) == (
-        f"jaxnorm.{function}: 1 modules call functions of calls: a ({kind}). 1 modules are left as "
-        f"they are: b ({subclass} is a subclass of {kind}, which calls has)"
-    )
+def model_of(library, **kinds):
+    return library.model({name: made(library, kind) for name, kind in kinds.items()})
+
+
+def converted(library, model, **options):
+    """Convert a model with these options; return a function that calls all its norms."""
+    if library.name != "linen":
+        norms = library.ours.convert(model, **options).values()
+        return lambda: [norm(X) for norm in norms]
+    variables = model.init(jax.random.key(0), X)
+
+    def run():
+        with jaxnorm.linen.converted(**options):
+            return model.apply(variables, X)
+
+    return run
 
 
 def norms_in(function, *args):
@@ -129,115 +121,92 @@ def norms_in(function, *args):
 # ------------------------------------------------------------------------- results of conversions
 
 
-def test_nnx(caplog):
-    model, x = nnx_model(), normal((4, WIDTH))
-    before = {key: node(x) for key, node in model.items()}
-    parameter, optimised = model["a"].w, nnx.state(model)
-    assert jaxnorm.nnx.convert(model, calls={NnxNorm: of_nnx}) is model
-    assert isinstance(model["a"], NnxNorm)
-    assert model["a"].w is parameter
-    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(optimised)
-    assert [norms_in(model[key], x) for key in "abc"] == [1, 0, 1]
-    for key, node in model.items():
-        assert_as_accurate(node(x), before[key], x)
-    assert_told(caplog, "nnx.convert", "NnxNorm", "NnxSubclass")
+@each_library
+def test_the_function_replaces_the_call(library, caplog):
+    """It may call the class's own code. Modules of subclasses keep theirs.
+
+    Functions for norm classes of the package come before the conversion of these classes. Modules
+    of jaxnorm's classes are not converted.
+    """
+    kind, subclass, _ = OWN[library.name]
+    base, ours = library.theirs.RMSNorm, library.ours.RMSNorm
+
+    class Empty(base):
+        pass
+
+    model = model_of(library, a=kind, b=subclass, c=base, d=Empty, e=ours)
+    calls = {kind: lambda norm, x: 2 * kind.__call__(norm, x), base: lambda norm, x: 3 * x}
+    a, b, c, _, _ = converted(library, model, calls=calls)()
+    np.testing.assert_array_equal(a, 2 * b)
+    np.testing.assert_array_equal(c, 3 * X)
+    assert message_of(caplog) == (
+        f"jaxnorm.{library.function}: 2 modules call functions of calls: a ({kind.__name__}); "
+        f"c (RMSNorm). 2 modules are left as they are: b ({subclass.__name__} is a subclass of "
+        f"{kind.__name__}, which calls has); d (Empty is a subclass of RMSNorm, which calls has)"
+    )
 
 
-def test_linen(caplog):
-    model, x = LinenModel(), normal((4, WIDTH))
-    y, variables = model.init_with_output(jax.random.key(0), x)
-    calls = {LinenNorm: of_linen}
-    with jaxnorm.linen.converted(calls=calls):
-        ours, same = model.init_with_output(jax.random.key(0), x)
-        assert norms_in(model.apply, variables, x) == 2
-    assert_as_accurate(ours, y, x, times=3)
-    assert jax.tree.structure(same) == jax.tree.structure(variables)
-    assert_told(caplog, "linen.converted", "LinenNorm", "LinenSubclass")
-    assert norms_in(model.apply, variables, x) == 0
-
-
-def test_equinox(caplog):
-    model, x = equinox_model(), normal((WIDTH,))
-    converted = jaxnorm.equinox.convert(model, calls={EqxNorm: of_equinox})
-    assert isinstance(converted["a"], EqxNorm)
-    assert converted["a"].w is model["a"].w
-    paths, others = (jax.tree_util.tree_leaves_with_path(m) for m in (converted, model))
-    assert [path for path, _ in paths] == [path for path, _ in others]
-    assert [norms_in(converted[key], x) for key in "abc"] == [1, 0, 1]
-    assert norms_in(model["a"], x) == 0
-    for key, node in converted.items():
-        assert_as_accurate(node(x), model[key](x), x)
-    assert_told(caplog, "equinox.convert", "EqxNorm", "EqxSubclass")
+@each_library
+def test_parameters_and_programs(library):
+    """The parameters stay the same objects, and the norms are jaxnorm's."""
+    kind, _, function = OWN[library.name]
+    model, calls = model_of(library, a=kind, c=library.theirs.RMSNorm), {kind: function}
+    before = None if library.name == "linen" else jax.tree.leaves(model)
+    assert norms_in(converted(library, model, calls=calls)) == 2
+    if library.name == "linen":
+        variables = model.init(jax.random.key(0), X)
+        with jaxnorm.linen.converted(calls=calls):
+            same = model.init(jax.random.key(0), X)
+        assert jax.tree.structure(same) == jax.tree.structure(variables)
+        return
+    after = library.ours.convert(model, calls=calls)
+    assert (after is model) == (library.name == "nnx")
+    assert isinstance(after["a"], kind)
+    assert all(a is b for a, b in zip(jax.tree.leaves(after), before, strict=True))
 
 
 def test_equinox_modules_inside_modules():
     shared = EqxNorm(jnp.ones(WIDTH))
     model = [EqxBlock(shared), shared]
     calls = {EqxNorm: of_equinox, EqxBlock: lambda block, x: EqxBlock.__call__(block, 2 * x)}
-    converted = jaxnorm.equinox.convert(model, calls=calls)
-    assert converted[0].norm is converted[1]
-    y = converted[0](normal((WIDTH,)))
-    np.testing.assert_array_equal(y, jaxnorm.rms_norm(2 * normal((WIDTH,)), shared.w))
-    assert norms_in(converted[0], jnp.ones(WIDTH)) == 1
-    assert jax.tree.structure(jaxnorm.equinox.convert(model, calls=calls)) == jax.tree.structure(
-        converted
-    )
+    after = jaxnorm.equinox.convert(model, calls=calls)
+    assert after[0].norm is after[1]
+    np.testing.assert_array_equal(after[0](X), jaxnorm.rms_norm(2 * X, shared.w))
+    again = jaxnorm.equinox.convert(model, calls=calls)
+    assert jax.tree.structure(again) == jax.tree.structure(after)
 
 
-def test_a_function_may_call_the_class_s_own_code():
-    x = normal((4, WIDTH))
-    model = nnx_model()
-    y = model["a"](x)
-    jaxnorm.nnx.convert(
-        model, calls={NnxNorm: lambda norm, x: NnxNorm.__call__(norm, x, double=True)}
-    )
-    np.testing.assert_array_equal(model["a"](x), 2 * y)
-    model = LinenModel()
-    y, variables = model.init_with_output(jax.random.key(0), x)
-    with jaxnorm.linen.converted(calls={LinenNorm: lambda norm, x: LinenNorm.__call__(norm, -x)}):
-        np.testing.assert_array_equal(model.apply(variables, x), -y)
+# ------------------------------------------------------------------------- functions and traces
 
 
-def test_calls_come_before_the_conversions():
-    x = normal((4, WIDTH))
-    double = {kind: lambda norm, x: 2 * x for kind in (nnx.RMSNorm, nn.RMSNorm, eqx.nn.RMSNorm)}
-    model = jaxnorm.nnx.convert(nnx_model(), calls={nnx.RMSNorm: double[nnx.RMSNorm]})
-    np.testing.assert_array_equal(model["c"](x), 2 * x)
-    with jaxnorm.linen.converted(calls={nn.RMSNorm: double[nn.RMSNorm]}):
-        np.testing.assert_array_equal(nn.RMSNorm().apply({}, x), 2 * x)
-    model = jaxnorm.equinox.convert(equinox_model(), calls={eqx.nn.RMSNorm: double[eqx.nn.RMSNorm]})
-    np.testing.assert_array_equal(model["c"](x), 2 * x)
+def nnx_norms(function):
+    return jaxnorm.nnx.convert(model_of(LIBRARIES["nnx"], a=NnxNorm), calls={NnxNorm: function})
 
 
-def test_a_subclass_of_an_equinox_norm_that_calls_has(caplog):
-    """The subclass is not changed, although ``convert`` would convert it without ``calls=``."""
+def test_other_functions_are_other_traces():
+    """A function counts by its code and its data, even if its variables change later."""
+    model = LinenNorm()
+    variables = model.init(jax.random.key(0), X)
+    apply, called = jax.jit(model.apply), nnx.jit(lambda model, x: model["a"](x))
 
-    class Own(eqx.nn.RMSNorm):
-        pass
+    def scaled(factors):
+        def call(norm, x):
+            return factor * x
 
-    model = {"a": eqx.nn.RMSNorm(WIDTH), "b": Own(WIDTH)}
-    assert type(jaxnorm.equinox.convert(model)["b"]) is jaxnorm.equinox.RMSNorm
-    converted = jaxnorm.equinox.convert(model, calls={eqx.nn.RMSNorm: lambda norm, x: 2 * x})
-    assert converted["b"] is model["b"]
-    x = normal((WIDTH,))
-    np.testing.assert_array_equal(converted["a"](x), 2 * x)
-    assert_told(caplog, "equinox.convert", "RMSNorm", "Own")
+        for one in factors:
+            factor = one
+            yield call
 
-
-def test_other_calls_are_other_traces():
-    x = jnp.ones((4, WIDTH))
-    model = LinenModel()
-    variables = model.init(jax.random.key(0), x)
-    apply = jax.jit(model.apply)
-    results = []
-    for factor in (2.0, 4.0):
-        with jaxnorm.linen.converted(calls={nn.RMSNorm: lambda norm, x, f=factor: f * x}):
-            results.append(apply(variables, x))
-    np.testing.assert_array_equal(2 * results[0], results[1])
-    called = nnx.jit(lambda model, x: model["a"](x))
-    for factor in (2.0, 3.0):
-        model = jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: lambda n, x, f=factor: f * x})
-        np.testing.assert_array_equal(called(model, x), factor * x)
+    models = []
+    for call in scaled([2.0, 3.0]):
+        models.append(nnx_norms(call))
+        factor = float(len(models) + 1)
+        with jaxnorm.linen.converted(calls={LinenNorm: call}):
+            np.testing.assert_array_equal(apply(variables, X), factor * X)
+        np.testing.assert_array_equal(called(models[-1], X), factor * X)
+    (call,) = scaled([2.0])
+    np.testing.assert_array_equal(nnx_norms(call)["a"](X), 2 * X)
+    np.testing.assert_array_equal(models[1]["a"](X), 3 * X)
 
 
 def test_converted_again(caplog):
@@ -246,65 +215,57 @@ def test_converted_again(caplog):
     Conversions with the same `calls=` give models with equal graph definitions, so `nnx.jit`
     compiles a function only once for both models.
     """
-    x, calls = jnp.ones((4, WIDTH)), {NnxNorm: of_nnx}
-    graphs = [nnx.graphdef(jaxnorm.nnx.convert(nnx_model(), calls=calls)) for _ in range(2)]
-    assert graphs[0] == graphs[1]
-    model = jaxnorm.nnx.convert(jaxnorm.nnx.convert(nnx_model(), calls=calls), calls=calls)
-    assert nnx.graphdef(model) == graphs[0]
+    graph = nnx.graphdef(nnx_norms(of_nnx))
+    model = jaxnorm.nnx.convert(nnx_norms(of_nnx), calls={NnxNorm: of_nnx})
+    assert nnx.graphdef(model) == graph
     jaxnorm.nnx.convert(model, calls={NnxNorm: lambda norm, x: 2 * x})
-    np.testing.assert_array_equal(model["a"](x), 2 * x)
+    np.testing.assert_array_equal(model["a"](X), 2 * X)
     caplog.clear()
     jaxnorm.nnx.convert(model)
     assert "a (" not in "".join(record.getMessage() for record in caplog.records)
 
 
-def test_functions_whose_variables_change():
-    """A function of an earlier conversion is not used again if its variables have changed."""
-    x = normal((4, WIDTH))
+def test_pickled_models(caplog):
+    """A converted model, and its graph definition, can be pickled.
 
-    def converted(factors):
-        def call(norm, x):
-            return factor * x
+    A module whose function is a lambda is loaded as a module of its own class.
+    """
 
-        for one in factors:
-            factor = one
-            yield jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: call})
+    def pickled(a):
+        return pickle.loads(pickle.dumps(a))
 
-    models = [*converted([2.0, 3.0])]
-    (model,) = converted([2.0])
-    np.testing.assert_array_equal(models[1]["a"](x), 3 * x)
-    np.testing.assert_array_equal(model["a"](x), 2 * x)
-
-
-def test_classes_that_were_not_found(caplog):
-    jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), calls={NnxNorm: of_nnx})
-    jaxnorm.equinox.convert(eqx.nn.LayerNorm(4), calls={EqxNorm: of_equinox})
-    model, x, calls = nn.LayerNorm(), jnp.ones((2, 4)), {LinenNorm: of_linen}
-    apply = jax.jit(model.apply)
-    variables = model.init(jax.random.key(0), x)
-    for _ in range(2):
-        with jaxnorm.linen.converted(calls=calls):
-            apply(variables, x)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3
-    for line, name in zip(lines, ("NnxNorm", "EqxNorm", "LinenNorm"), strict=True):
-        assert f"calls has classes that were not found: {name}" in line
+    model = nnx_norms(of_nnx)
+    graph, state = nnx.split(model)
+    assert pickled(graph) == graph
+    equinox = jaxnorm.equinox.convert([EqxNorm(jnp.ones(WIDTH))], calls={EqxNorm: of_equinox})
+    of_graph = nnx.merge(pickled(graph), state)
+    for loaded in (pickled(model)["a"], of_graph["a"], pickled(equinox)[0]):
+        assert norms_in(loaded, X) == 1
+    assert type(of_graph["a"]) is type(model["a"])
+    caplog.clear()
+    (loaded,) = pickled(nnx_norms(lambda norm, x: of_nnx(norm, x))).values()
+    assert type(loaded) is NnxNorm
+    assert "NnxNorm is pickled without its function of calls" in caplog.records[-1].getMessage()
 
 
-def test_norm_classes_that_are_left_are_named(caplog):
+# ------------------------------------------------------------------------------- lines of the log
+
+
+@each_library
+def test_classes_that_are_not_found_and_classes_that_are_left(library, caplog):
     """The log names norm classes that are not converted, and what to pass for them."""
-    jaxnorm.nnx.convert(nnx_model())
-    jaxnorm.equinox.convert({"a": EqxNorm(jnp.ones(4)), "c": eqx.nn.LayerNorm(4)})
-    with jaxnorm.linen.converted():
-        LinenModel().init(jax.random.key(0), jnp.ones((2, WIDTH)))
-    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        f"norms of other classes are left as they are: {name} (1). To convert such classes, "
-        f"pass calls={{{name}: function}}"
-        for name in ("NnxNorm", "EqxNorm", "LinenNorm")
-    ]
+    kind, _, function = OWN[library.name]
+    converted(library, model_of(library, c=library.theirs.RMSNorm), calls={kind: function})()
+    assert message_of(caplog).endswith(f"calls has classes that were not found: {kind.__name__}")
+    caplog.clear()
+    converted(library, model_of(library, a=kind, c=library.theirs.RMSNorm))()
+    assert message_of(caplog) == (
+        f"jaxnorm.{library.function}: norms of other classes are left as they are: "
+        f"{kind.__name__} (1). To convert such classes, pass calls={{{kind.__name__}: function}}"
+    )
 
 
-class WithWeight(nn.Module):
+class LinearNorm(nn.Module):
     """A module whose name ends in "Norm", but which is a linear layer."""
 
     @nn.compact
@@ -319,9 +280,8 @@ class PreNorm(nn.Module):
 
 
 def test_only_norms_are_named(caplog):
-    with_weight = type("WithNorm", (WithWeight,), {})
     with jaxnorm.linen.converted():
-        nn.Sequential([PreNorm(), with_weight()]).init(jax.random.key(0), jnp.ones((2, WIDTH)))
+        nn.Sequential([PreNorm(), LinearNorm()]).init(jax.random.key(0), jnp.ones((2, WIDTH)))
     assert not caplog.records
 
 
@@ -336,41 +296,13 @@ def test_layers_share_an_entry_of_the_log(caplog):
     )
 
 
-def pickled(a):
-    return pickle.loads(pickle.dumps(a))
-
-
-def test_pickled_models():
-    """A converted model, and its graph definition, can be pickled."""
-    x = normal((4, WIDTH))
-    model = jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: of_nnx})
-    graph, state = nnx.split(model)
-    assert pickled(graph) == graph
-    for loaded in (pickled(model), nnx.merge(pickled(graph), state)):
-        assert norms_in(loaded["a"], x) == 1
-        assert type(loaded["a"]) is type(model["a"])
-    x = normal((WIDTH,))
-    model = pickled(jaxnorm.equinox.convert(equinox_model(), calls={EqxNorm: of_equinox}))
-    assert norms_in(model["a"], x) == 1
-
-
-def test_pickled_models_whose_functions_cannot_be_pickled(caplog):
-    """A module whose function is a lambda is loaded as a module of its own class."""
-    model = jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: lambda n, x: of_nnx(n, x)})
-    caplog.clear()
-    loaded = pickled(model)
-    assert type(loaded["a"]) is NnxNorm
-    assert "NnxNorm is pickled without its function of calls" in message_of(caplog)
-    model = jaxnorm.equinox.convert(equinox_model(), calls={EqxNorm: lambda n, x: x})
-    assert type(pickled(model)["a"]) is EqxNorm
+# ------------------------------------------------------------------------- errors, and subclasses
 
 
 @pytest.mark.parametrize("place", ["a judgement", "a change"])
 def test_an_error_leaves_the_model_unconverted(place):
     """If a module cannot be converted, all modules keep their classes and their attributes."""
-    model = nnx_model()
-    model["d"] = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
-    before = {key: (type(node), dict(vars(node))) for key, node in model.items()}
+    model = model_of(LIBRARIES["nnx"], a=NnxNorm, c=nnx.RMSNorm, d=nnx.LayerNorm)
 
     class Fixed(nnx.LayerNorm):
         def __setattr__(self, name, value):
@@ -382,7 +314,7 @@ def test_an_error_leaves_the_model_unconverted(place):
         model["d"].dtype = "no dtype"
     else:
         model["d"].__class__ = Fixed
-    before["d"] = type(model["d"]), dict(vars(model["d"]))
+    before = {key: (type(node), dict(vars(node))) for key, node in model.items()}
     with pytest.raises((TypeError, AttributeError)):
         jaxnorm.nnx.convert(model, calls={NnxNorm: of_nnx, Fixed: of_nnx})
     assert {key: (type(node), vars(node)) for key, node in model.items()} == before
@@ -424,61 +356,38 @@ def subclasses(base):
     return ({kind.__name__: kind for kind in kinds} for kinds in (empty, others))
 
 
-@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+@each_library
 def test_subclasses(library, caplog):
     """Norms of subclasses with an empty body are converted; others may override code."""
-    base = {"nnx": nnx.LayerNorm, "linen": nn.LayerNorm, "equinox": eqx.nn.LayerNorm}[library]
-    empty, others = subclasses(base)
-    x = normal((4, WIDTH))
+    empty, others = subclasses(library.theirs.LayerNorm)
     for name, kind in (empty | others).items():
         caplog.clear()
-        if library == "linen":
-            with jaxnorm.linen.converted():
-                program = jax.make_jaxpr(kind().init_with_output)(jax.random.key(0), x)
-            is_converted = "jaxnorm.layer_norm" in str(program)
-        else:
-            norm = kind(WIDTH, rngs=nnx.Rngs(0)) if library == "nnx" else kind(WIDTH)
-            convert = getattr(jaxnorm, library).convert
-            is_converted = type(convert(norm)).__module__ == f"jaxnorm.{library}"
+        model = model_of(library, a=kind)
+        program = str(jax.make_jaxpr(converted(library, model))())
+        is_converted = "jaxnorm.layer_norm" in program
         assert is_converted == (name in empty), name
-        package = "equinox" if library == "equinox" else "Flax"
         assert is_converted or message_of(caplog).endswith(
-            f"the module itself ({name} is a subclass of {package}'s LayerNorm, with code of its "
-            f"own). To convert such classes, pass calls={{{name}: function}}"
+            f"a ({name} is a subclass of {library.package}'s LayerNorm, with code of its own). "
+            f"To convert such classes, pass calls={{{name}: function}}"
         )
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def convert(library, calls):
-    if library == "nnx":
-        jaxnorm.nnx.convert(nnx_model(), calls=calls)
-    elif library == "equinox":
-        jaxnorm.equinox.convert(equinox_model(), calls=calls)
-    else:
-        with jaxnorm.linen.converted(calls=calls):
-            pass
-
-
 @pytest.mark.parametrize(
-    ("calls", "error", "message"),
+    ("key", "value", "error", "message"),
     [
-        ([NnxNorm], TypeError, "calls is a list; expected"),
-        ({"RMSNorm": of_nnx}, TypeError, "calls has the key 'RMSNorm', not a class"),
-        ({dict: of_nnx}, ValueError, "calls has builtins.dict, which is not a"),
-        (None, ValueError, "calls has .*, which is not a"),
-        (3, TypeError, "calls.* is a int; expected a function"),
+        (None, None, TypeError, "calls is a list; expected"),
+        ("RMSNorm", of_nnx, TypeError, "calls has the key 'RMSNorm', not a class"),
+        (dict, of_nnx, ValueError, "calls has builtins.dict, which is not a"),
+        ("another library", of_nnx, ValueError, "calls has .*Norm, which is not a"),
+        ("own", 3, TypeError, r"calls\[.*Norm\] is a int; expected a function"),
     ],
 )
-@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
-def test_errors(library, calls, error, message):
-    own, other = {
-        "nnx": (NnxNorm, LinenNorm),
-        "linen": (LinenNorm, EqxNorm),
-        "equinox": (EqxNorm, NnxNorm),
-    }[library]
-    if calls is None:
-        calls = {other: of_nnx}
-    if calls == 3:
-        calls = {own: 3}
+@each_library
+def test_errors(library, key, value, error, message):
+    others = {"nnx": "linen", "linen": "equinox", "equinox": "nnx"}
+    kinds = {"own": OWN[library.name][0], "another library": OWN[others[library.name]][0]}
+    calls = [] if key is None else {kinds.get(key, key): value}
+    model = model_of(library, c=library.theirs.RMSNorm)
     with pytest.raises(error, match=message):
-        convert(library, calls)
+        converted(library, model, calls=calls)()

@@ -3,7 +3,6 @@
 import collections
 import csv
 import dataclasses
-import statistics
 
 import jax
 import jax.numpy as jnp
@@ -228,35 +227,14 @@ def test_a_call_that_is_left_has_a_reason(support):
     assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 
-def test_mosaic_leaves_calls_for_the_program_s_sake_alone():
-    for _, w in timed("mosaic"):
-        assert mosaic.why_not_default(w.spec) == first(BETTER_FUSED, w.spec)
-
-
-def stacks():
-    """Return the times of stacks of small layers, divided by the times of plain JAX ("jnp").
-
-    The result is a nested dict: ``ratios[provider, direction][workload]`` is the time with the
-    provider, divided by the time of plain JAX. A provider is one of the compared implementations. A
-    workload is a tuple (op, direction, rows, cols, dtype).
-    """
-    with (RESULTS / "nvidia_h100_80gb_hbm3/stacks.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    assert all(row["status"] == OK for row in rows)
-    ratios = collections.defaultdict(dict)  # of a cell that was measured twice, the last row counts
-    for row in rows:
-        cell = tuple(row[name] for name in ("op", "direction", "rows", "cols", "dtype"))
-        ratios[row["provider"], row["direction"]][cell] = float(row["ms"]) / float(row["jnp_ms"])
-    return ratios
-
-
 def test_no_stack_of_small_layers_is_slower_by_default():
-    ratios = stacks()
-    for direction in ("fwd", "fwd+bwd"):
-        cells = ratios["jaxnorm", direction]
-        assert len(cells) == 30
-        assert not {cell: round(ratio, 3) for cell, ratio in cells.items() if ratio > 1.03}
-
-
-def test_small_forward_norms_are_left_for_a_reason():
-    assert statistics.median(stacks()["mosaic", "fwd"].values()) > 1.03
+    """A stack of small layers takes at most 1.03 times the time of plain JAX ("jnp")."""
+    ratios = {}  # of a cell that was measured twice, the last row counts
+    with (RESULTS / "nvidia_h100_80gb_hbm3/stacks.csv").open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            assert row["status"] == OK
+            if row["provider"] == "jaxnorm":
+                cell = tuple(row[name] for name in ("op", "direction", "rows", "cols", "dtype"))
+                ratios[cell] = float(row["ms"]) / float(row["jnp_ms"])
+    assert len(ratios) == 60
+    assert not {cell: round(ratio, 3) for cell, ratio in ratios.items() if ratio > 1.03}

@@ -5,7 +5,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from program_error import assert_same_results
 
@@ -61,17 +60,14 @@ STEPS = {
 
 
 def compiled(step, remat, donate_argnums=()):
-    return jax.jit(functools.partial(step, remat), donate_argnums=donate_argnums).lower(WEIGHTS, X)
+    jitted = jax.jit(functools.partial(step, remat), donate_argnums=donate_argnums)
+    return jitted.lower(WEIGHTS, X).compile()
 
 
 def memory(program):
     plan = program.memory_analysis()
     arrays = plan.argument_size_in_bytes + plan.output_size_in_bytes
     return arrays + plan.temp_size_in_bytes - plan.alias_size_in_bytes
-
-
-def memory_of(step, remat, donate_argnums=()):
-    return memory(compiled(step, remat, donate_argnums).compile())
 
 
 def plain(fun):
@@ -92,7 +88,7 @@ def compilations(monkeypatch):
     return programs
 
 
-def assert_trains(program):
+def assert_trains(program, step=step):
     """Assert that a compiled step computes what the plain step does."""
     assert_same_results(
         lambda: program(WEIGHTS, X), lambda: step(plain, WEIGHTS, X), as_accurate=True
@@ -107,7 +103,7 @@ def matmuls(program):
 def test_limits(name, compilations):
     """The smaller the limit, the more runs again. Without need, nothing does."""
     step = STEPS[name]
-    without, auto = memory_of(step, plain), memory_of(step, auto_remat)
+    without, auto = memory(compiled(step, plain)), memory(compiled(step, auto_remat))
     assert auto < without
     for limit, most in ((without, 1), (auto, 5), ((2 * auto + without) // 3, 5)):
         compilations.clear()
@@ -117,7 +113,7 @@ def test_limits(name, compilations):
         # Compared with what it compiled, it returns the program closest to the plain one.
         assert memory(program) == max(m for m in map(memory, compilations) if m <= limit)
         assert_trains(program)
-    assert matmuls(program) == matmuls(compiled(step, plain).compile())
+    assert matmuls(program) == matmuls(compiled(step, plain))
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -129,23 +125,24 @@ def test_an_impossible_limit(name, compilations):
     assert len(compilations) <= 5
     reached = min(map(memory, compilations))
     assert f"is {reached} bytes" in str(e.value)
-    assert reached < memory_of(step, auto_remat)
+    assert reached < memory(compiled(step, auto_remat))
     compilations.clear()
     program = fit_memory(step, WEIGHTS, X, limit=reached)
     assert memory(program) == reached
     assert len(compilations) <= 5
-    assert matmuls(program) > matmuls(compiled(step, plain).compile())
+    assert matmuls(program) > matmuls(compiled(step, plain))
     assert_trains(program)
 
 
 def test_donated_arguments(compilations):
     """The updated weights reuse the memory of donated weights, which the limit includes."""
     size = sum(a.nbytes for a in jax.tree.leaves(WEIGHTS))
-    limit = memory_of(step, plain, donate_argnums=0)
-    assert limit < memory_of(step, plain)
+    limit = memory(compiled(step, plain, donate_argnums=0))
+    assert limit < memory(compiled(step, plain))
     compilations.clear()
     program = fit_memory(step, WEIGHTS, X, limit=limit, donate_argnums=0)
     assert len(compilations) == 1
+    assert "jit_step" in program.as_text()  # profiles show the name of the step
     assert program.memory_analysis().alias_size_in_bytes == size
     donated = jax.tree.map(jnp.copy, WEIGHTS)
     results = program(donated, X)
@@ -162,12 +159,10 @@ def test_several_functions():
         gradients = jax.grad(lambda w: of_layers(w, x) + with_head(w, x))(weights)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
 
-    limit = memory_of(two, auto_remat)
+    limit = memory(compiled(two, auto_remat))
     program = fit_memory(two, WEIGHTS, X, limit=limit)
     assert memory(program) <= limit
-    assert_same_results(
-        lambda: program(WEIGHTS, X), lambda: two(plain, WEIGHTS, X), as_accurate=True
-    )
+    assert_trains(program, two)
 
 
 def test_two_programs_predict_the_memory_of_the_others(monkeypatch):
@@ -189,7 +184,7 @@ def test_two_programs_predict_the_memory_of_the_others(monkeypatch):
 
 def test_compilers_that_refuse_programs(monkeypatch):
     """A program that does not fit into the device may fail to compile. Others are tried."""
-    limit = memory_of(step, auto_remat)
+    limit = memory(compiled(step, auto_remat))
     compile_ = jax.stages.Lowered.compile
 
     def refusing(self):
@@ -209,32 +204,24 @@ def test_compilers_that_refuse_programs(monkeypatch):
         fit_memory(step, WEIGHTS, X, limit=limit)
 
 
-def test_a_step_without_remat():
-    with pytest.raises(ValueError, match=r"^jaxnorm.fit_memory: step does not call .* remat"):
-        fit_memory(lambda remat, w, x: jax.grad(loss)(w, x), WEIGHTS, X, limit=2**30)
-
-
-def test_a_step_that_differentiates_nothing():
-    """No choice of saved arrays makes such a step smaller."""
-    with pytest.raises(ValueError, match=r"the least that 2 compilations reached is \d+ bytes"):
-        fit_memory(lambda remat, w, x: remat(loss)(w, x), WEIGHTS, X, limit=1)
-
-
-@pytest.mark.parametrize("limit", [True, "1", None, 1j, 0, -1, float("nan")])
-def test_limits_that_are_no_limits(limit):
-    with pytest.raises((TypeError, ValueError), match=r"^jaxnorm.fit_memory: limit="):
-        fit_memory(step, WEIGHTS, X, limit=limit)
-
-
-def test_wrong_arguments():
-    with pytest.raises(TypeError, match=r"^jaxnorm.fit_memory: step is a int; expected"):
-        fit_memory(1, WEIGHTS, X, limit=2**30)
-    with pytest.raises(ValueError, match=r"^jaxnorm.fit_memory: donate_argnums=2 has 2"):
-        fit_memory(step, WEIGHTS, X, limit=2**30, donate_argnums=2)
-
-
-def test_names_of_programs():
-    """Profiles show the name of the step. Its first parameter is not one of the program's."""
-    assert "jit_step" in fit_memory(step, WEIGHTS, X, limit=2**30).as_text()
-    assert np.shape(jax.tree.leaves(step(auto_remat, WEIGHTS, X))[0]) == (LAYERS, 2 * COLS, COLS)
-    assert jaxnorm.fit_memory.__module__ == "jaxnorm"
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (lambda remat, w, x: jax.grad(loss)(w, x), {}, "step does not call .* remat"),
+        # No choice of saved arrays makes a step smaller that differentiates nothing.
+        (
+            lambda remat, w, x: remat(loss)(w, x),
+            {"limit": 1},
+            r"limit=1 .* that 2 compil.* is \d+ ",
+        ),
+        (1, {}, "step is a int; expected"),
+        (step, {"donate_argnums": 2}, "donate_argnums=2 has 2"),
+        *(
+            (step, {"limit": limit}, "limit=")
+            for limit in (True, "1", None, 1j, 0, -1, float("nan"))
+        ),
+    ],
+)
+def test_errors(step, options, message):
+    with pytest.raises((TypeError, ValueError), match=f"^jaxnorm.fit_memory: {message}"):
+        fit_memory(step, WEIGHTS, X, **{"limit": 2**30, **options})

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from functions import divergences
-from program_error import analyse, assert_computes
+from program_error import assert_computes
 from reference import SAFETY, arithmetic, assert_within, exact, rounding, unit_roundoff
 
-import jaxnorm
 from jaxnorm import kl_divergence
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
@@ -132,7 +131,7 @@ def test_equal_logits_have_a_divergence_of_exactly_0(dtype, reverse, options):
 
 
 @each_direction
-@pytest.mark.parametrize(("gap", "cols"), [(1e-1, 30000), (1e-2, 30000), (1e-3, 30000), (1e-3, 8)])
+@pytest.mark.parametrize(("gap", "cols"), [(1e-1, 30000), (1e-3, 30000), (1e-3, 8), (1e-7, 50)])
 def test_small_divergences(x64, reverse, gap, cols):
     """The absolute error of a small divergence is at most proportional to `gap`.
 
@@ -186,16 +185,11 @@ def check_special_rows(y, dx, *, reverse):
             assert gradient is None or not np.isnan(outcome) or np.isnan(gradient).any()
 
 
-@pytest.mark.parametrize("row", SPECIAL, ids=str)
-def test_special_values(row):
-    x, teacher, *expected = (*map(jnp.float32, row[:2]), *row[2:])
-    for reverse, outcome in zip((False, True), expected):
-        y = kl_divergence(x, teacher, reverse=reverse)
-        if outcome == "finite":
-            assert 0 <= y < INF
-            assert np.isfinite(jax.grad(kl_divergence)(x, teacher, reverse=reverse)).all()
-        else:
-            np.testing.assert_array_equal(y, outcome)
+@each_direction
+def test_special_values(reverse):
+    x, teacher = special_rows(3)
+    y, vjp = jax.vjp(lambda x: kl_divergence(x, teacher, reverse=reverse), x)
+    check_special_rows(y, *vjp(jnp.ones_like(y)), reverse=reverse)
 
 
 def masked_rows(cols, dtype, *, reverse):
@@ -287,18 +281,6 @@ def test_what_is_left_out(reverse):
     np.testing.assert_array_equal(function(x[:, :0], teacher[:, :0]), 0)
 
 
-def test_weights_multiply():
-    x, teacher = operands((4, 3, 6), "float32")
-    weights = jnp.array([[0.5], [-2.0], [0.0], [1.0]])
-    x = x.at[2].set(NAN)
-    y = kl_divergence(x, teacher, where=weights)
-    np.testing.assert_array_equal(y[2], 0)
-    np.testing.assert_array_equal(y[3], kl_divergence(x, teacher)[3])
-    np.testing.assert_array_equal(
-        jax.grad(lambda w: kl_divergence(x, teacher, where=w).sum())(weights), 0
-    )
-
-
 @each_direction
 @pytest.mark.parametrize("axis", [1, (0, 2), None, (-1, 1)])
 def test_other_axes(x64, axis, reverse):
@@ -323,21 +305,15 @@ def test_scales_and_caps(x64, reverse):
     def ours(x, teacher, scale):
         return kl_divergence(x, teacher, logits_scale=scale, **options)
 
+    def sines(function, scale):
+        return lambda x, teacher: jnp.sin(function(x, teacher, scale)).sum()
+
     of_rows = jnp.linspace(0.5, 2, 12).reshape(3, 4)
-    for scale in (
-        0.7,
-        np.float32(0.7),
-        jnp.float32(0.7),
-        of_rows,
-        of_rows[:, :1],
-        np.asarray(of_rows),
-    ):
+    for scale in (0.7, np.float32(0.7), of_rows, of_rows[:, :1], np.asarray(of_rows)):
         array = np.asarray(scale, np.float64)
-        expected = functools.partial(plain, scale=array[..., None] if array.ndim else array)
-        assert_computes(ours(x, teacher, scale), expected, x, teacher)
-        gradient = jax.grad(lambda x, t, s=scale: jnp.sin(ours(x, t, s)).sum())
-        of_plain = jax.grad(lambda x, t, f=expected: jnp.sin(f(x, t)).sum())
-        assert_computes(gradient(x, teacher), of_plain, x, teacher)
+        array = array[..., None] if array.ndim else array
+        both = jax.value_and_grad(sines(ours, scale))(x, teacher)
+        assert_computes(both, jax.value_and_grad(sines(plain, array)), x, teacher)
     step = jax.jit(ours)
     step(x, teacher, 0.5), step(x, teacher, 0.7)
     assert step._cache_size() == 1
@@ -365,50 +341,9 @@ def test_the_teacher_is_a_constant(x64):
     np.testing.assert_array_equal(second[0], 0)
 
 
-@each_direction
-def test_derivatives_of_second_order(x64, reverse):
-    x, teacher = operands((2, 5), "float64")
-    hessians = [
-        jax.hessian(lambda x, f=f: jnp.sin(f(x, teacher, reverse=reverse)).sum())
-        for f in (kl_divergence, divergences)
-    ]
-    assert_computes(hessians[0](x), hessians[1], x)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_saved(dtype):
     """The derivative saves both inputs and five numbers for each row."""
     x, teacher = operands((64, 1024), dtype)
     saved = jax.tree.leaves(jax.vjp(lambda x: kl_divergence(x, teacher), x)[1])
     assert sum(a.nbytes for a in saved) == 2 * x.nbytes + 5 * 64 * 4
-
-
-@pytest.mark.parametrize("reverse", DIRECTIONS.values(), ids=[*DIRECTIONS])
-def test_the_plan(reverse):
-    plan = jaxnorm.implementation_for(
-        "kl_divergence", (8192, 32768), "bfloat16", platform="cpu", reverse=reverse
-    )
-    assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
-
-
-@each_direction
-def test_divergences_are_never_negative(reverse):
-    x, noise = operands((200, 50), "float32")
-    teacher = x + 1e-7 * noise
-    y = kl_divergence(x, teacher, reverse=reverse)
-    assert np.all(y >= 0)
-    error = analyse(lambda x: divergences(x, teacher, reverse=reverse), x).error
-    assert np.all(y <= error)
-
-
-@pytest.mark.parametrize(
-    "implementation", ["mosaic", pytest.param("triton", marks=pytest.mark.triton)]
-)
-def test_which_calls_have_kernels(implementation):
-    x = jnp.ones((8, 1000))
-    refused = {"mask of classes": {"where": jnp.ones((8, 1000), bool)}}
-    if implementation == "triton":
-        refused["scale of logits that is a number"] = {"logits_scale": jnp.ones(8)}
-    for words, options in refused.items():
-        with pytest.raises(ValueError, match=words):
-            kl_divergence(x, x, implementation=implementation, **options)

@@ -22,9 +22,8 @@ import numpy as np
 import pytest
 from functions import layer_of_a_teacher, scales_of
 from hlo import _computations
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from log_prob_cases import mixed
 from meshes import KINDS, Case, collectives, eight_devices, in_shards, mesh_of
 from pairs import each_pair
 from program_error import analyse, assert_analysed, assert_computes
@@ -64,34 +63,66 @@ LABELS = np.random.default_rng(4).integers(0, V, (8, 12)).astype(np.int32)
 LABELS[0] = -100
 
 
-def loss_of_rows(x, weight, bias, labels, *, reduction):
-    """Call a loss that computes logits ``x @ weight`` itself, and reduce its results to one number.
+def tempered(logits, label):
+    return jax.nn.logsumexp(logits / 2) - logits[label] * jnp.tanh(logits[0])
 
-    `reduction` determines which function is called. "divergence" calls `linear_kl_divergence`,
-    "log_prob" calls `linear_log_prob_and_entropy`, "several" calls it with several labels per
-    position, and "classes" with a mask of classes. For any other value, such as
-    "mean", `linear_softmax_cross_entropy` is called, with the value as its option `reduction`.
+
+def of_jaxnorm(logits, label):
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(logits, label) ** 2
+
+
+def loss_of(function, **options):
+    """Return a loss of x, a weight, a bias and labels, which is one number.
+
+    ``function(x, weight, labels, weights, bias=..., chunk=...)`` computes the logits itself.
     """
-    options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
-    weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
-    log_prob = functools.partial(jaxnorm.linear_log_prob_and_entropy, x, weight, **options)
-    match reduction:
-        case "divergence":
-            options |= {"where": weights, "logits_scale": scales_of(labels), "reduction": "none"}
-            teacher = layer_of_a_teacher(labels, weight)
-            results = jaxnorm.linear_kl_divergence(x, weight, *teacher, **options)
-        case "several":
-            several = jnp.stack([jnp.maximum(labels, 0), (labels + 5) % V], -1)
-            results = log_prob(several, where=weights)
-        case "classes":
-            results = log_prob(labels, where=jnp.arange(V)[None, None] % 5 != 2)
-        case "log_prob":
-            results = mixed(*log_prob(labels, where=labels >= 0))
-        case _:
-            options |= {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2}
-            loss = jaxnorm.linear_softmax_cross_entropy
-            results = loss(x, weight, labels, where=weights, **options)
-    return sum(jnp.sum(jnp.sin(result)) for result in jax.tree.leaves(results))
+
+    def loss(x, weight, bias, labels):
+        weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
+        results = function(x, weight, labels, weights, bias=bias, chunk=4, **options)
+        return sum(jnp.sum(jnp.sin(result)) for result in jax.tree.leaves(results))
+
+    return loss
+
+
+def cross_entropy(x, weight, labels, weights, **options):
+    options |= {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 8.0}
+    return jaxnorm.linear_softmax_cross_entropy(x, weight, labels, where=weights, **options)
+
+
+def log_prob(x, weight, labels, weights, *, of=lambda labels: labels, **options):
+    options |= {"where": weights, "logit_softcap": 8.0}
+    return jaxnorm.linear_log_prob_and_entropy(x, weight, of(labels), **options)
+
+
+def of_classes(x, weight, labels, weights, **options):
+    where = jnp.arange(V)[None, None] % 5 != 2
+    return jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=where, **options)
+
+
+def divergence(x, weight, labels, weights, **options):
+    options |= {"where": weights, "logits_scale": scales_of(labels), "reduction": "none"}
+    return jaxnorm.linear_kl_divergence(x, weight, *layer_of_a_teacher(labels, weight), **options)
+
+
+def any_loss(x, weight, labels, weights, *, fun, **options):
+    return jaxnorm.linear_loss(fun, x, weight, labels, where=weights, **options)
+
+
+LOSSES = {
+    "mean": loss_of(cross_entropy),
+    "sum": loss_of(cross_entropy, reduction="sum"),
+    "none": loss_of(cross_entropy, reduction="none"),
+    "log_prob": loss_of(log_prob),
+    "several": loss_of(
+        log_prob, of=lambda labels: jnp.stack([jnp.maximum(labels, 0), (labels + 5) % V], -1)
+    ),
+    "divergence": loss_of(divergence),
+    "classes": loss_of(of_classes),
+    "any": loss_of(any_loss, fun=tempered),
+    "any of rows": loss_of(any_loss, fun=tempered, reduction="none"),
+    "any of a loss": loss_of(any_loss, fun=of_jaxnorm),
+}
 
 
 class Layer(NamedTuple):
@@ -110,6 +141,15 @@ class Layer(NamedTuple):
     dtype: str = "float64"
 
 
+def layer_of_loss(loss, labels=LABELS):
+    return Layer(
+        loss,
+        lambda: (normal(0, *labels.shape, D), normal(1, D, V), normal(2, V), labels),
+        lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
+        "float32",
+    )
+
+
 LAYERS = {
     "gated_linear": Layer(
         gated_loss,
@@ -124,28 +164,10 @@ LAYERS = {
         ),
         lambda x, w: [x, x, w, P(*w[:1]), P(*w[1:2])],
     ),
-    **{
-        reduction: Layer(
-            functools.partial(loss_of_rows, reduction=reduction),
-            lambda: (normal(0, 8, 12, D), normal(1, D, V), normal(2, V), LABELS),
-            lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
-            "float32",
-        )
-        for reduction in ("mean", "sum", "none", "log_prob", "several", "divergence")
-    },
-    "classes": Layer(
-        functools.partial(loss_of_rows, reduction="classes"),
-        lambda: (normal(0, 8, 12, D), normal(1, D, V), normal(2, V), np.abs(LABELS) % V),
-        lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
-        "float32",
-    ),
+    **{name: layer_of_loss(loss) for name, loss in LOSSES.items()},
+    "classes": layer_of_loss(LOSSES["classes"], np.abs(LABELS) % V),
     # No axis of the rows is divisible by a number of devices.
-    "odd rows": Layer(
-        functools.partial(loss_of_rows, reduction="mean"),
-        lambda: (normal(0, 3, 5, D), normal(1, D, V), normal(2, V), LABELS[:3, :5]),
-        lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
-        "float32",
-    ),
+    "odd rows": layer_of_loss(LOSSES["mean"], LABELS[:3, :5]),
 }
 
 
@@ -191,13 +213,17 @@ def placed(name, kind, layout):
     return mesh, in_shards(operands_of(name), mesh, specs), specs
 
 
-def over_shards(function, mesh, specs, *axes, reduce=jax.lax.psum):
-    """Return `function` inside `jax.shard_map`, with its result reduced over mesh axes."""
+def on_shards(name, **options):
+    """Return two things: a function that computes a loss inside `jax.shard_map`, and its operands.
+
+    The mesh splits the rows. The loss is summed over the devices.
+    """
+    mesh, sharded, specs = placed(name, "manual", ROWS)
 
     def run(*shards):
-        return reduce(function(*shards), axes)
+        return jax.lax.psum(LAYERS[name].loss(*shards), ("data", "model"))
 
-    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=P())
+    return jax.shard_map(run, mesh=mesh, in_specs=(*specs,), out_specs=P(), **options), sharded
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +248,7 @@ class Layout(NamedTuple):
       out: the sharding that the test requests for the matmul's result, or None. JAX
         reduce-scatters partial sums only if such a sharding is requested.
       in_loop: True if classes are split, so that the loop over chunks exchanges statistics.
+        `linear_loss` gathers them instead.
     """
 
     x: P
@@ -231,8 +258,9 @@ class Layout(NamedTuple):
     in_loop: bool = False
 
 
+ROWS = Layout(P("data", "model"), P(), SUMS)
 GATED = {
-    "rows": Layout(P("data", "model"), P(), SUMS),
+    "rows": ROWS,
     "rows and n": Layout(P("data"), P(None, "model"), SUMS),
     "f": Layout(P("data", None, "model"), P("model"), SUMS, P("data")),
     "f, of a sequence": Layout(
@@ -246,7 +274,7 @@ GATED = {
     "f, and FSDP over n": Layout(P("data", None, "model"), P("model", "data"), GATHERED, P("data")),
 }
 NORM = {
-    "rows": Layout(P("data", "model"), P(), SUMS),
+    "rows": ROWS,
     "rows and n": Layout(P("data"), P(None, "model"), SUMS),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), GATHERED),
     "FSDP over d, and n": Layout(P("data"), P("data", "model"), GATHERED),
@@ -254,7 +282,7 @@ NORM = {
     "x over d": Layout(P("data", None, "model"), P("model"), SUMS),
 }
 LOSS = {
-    "rows": Layout(P("data", "model"), P(), SUMS),
+    "rows": ROWS,
     "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
     "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
     # A device could gather all 96 rows of x or all 64 columns of the weight. A row of x is as long
@@ -277,11 +305,12 @@ LOSS = {
 }
 LAYOUTS = {"gated_linear": GATED, "rms_norm_linear": NORM, "mean": LOSS, "log_prob": LOSS}
 LAYOUTS |= {"several": LOSS, "divergence": LOSS}
+LAYOUTS |= {name: LOSS for name in LOSSES if name.startswith("any")}
 
 
 # These losses differ from the others only in the formula of a chunk. So each of their layouts is
 # tested with only one kind of mesh axes.
-VARIANTS = ["several", "divergence"]
+VARIANTS = ["several", "divergence", "any", "any of rows", "any of a loss"]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +321,15 @@ VARIANTS = ["several", "divergence"]
         for i, layout in enumerate(LAYOUTS[name])
         for j, kind in enumerate(["explicit", "auto"])
         if name not in VARIANTS or (i + j + VARIANTS.index(name)) % 2
+    ]
+    # A mask of classes is split like the classes, and rows need not be divisible.
+    + [
+        (*case, kind)
+        for case in [
+            *(("none", "rows and V"), ("classes", "rows and V"), ("classes", "d of x")),
+            ("odd rows", "d of x over both"),
+        ]
+        for kind in ("explicit", "auto")
     ],
 )
 def test_layouts(name, layout, kind):
@@ -300,7 +338,7 @@ def test_layouts(name, layout, kind):
     Devices may exchange parameters and sums. They exchange an array with one row per row of x only
     if a requested sharding requires this.
     """
-    its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
+    its, is_explicit = LAYOUTS.get(name, LOSS)[layout], kind == "explicit"
     mesh, sharded, specs = placed(name, kind, its)
     lies = tuple(NamedSharding(mesh, specs[i]) for i in floats(name))
     step = step_of(name, **({"out_sharding": its.out} if its.out and is_explicit else {}))
@@ -311,7 +349,8 @@ def test_layouts(name, layout, kind):
     for gradient, sharding in zip(results[1], lies, strict=True):
         assert gradient.sharding.is_equivalent_to(sharding, gradient.ndim)
     if LAYERS[name].dtype == "float32":
-        check_loop(compiled.as_text(), its)
+        if name in LAYOUTS and not name.startswith("any"):
+            check_loop(compiled.as_text(), its)
     elif is_explicit or name == "rms_norm_linear":
         assert {*collectives(compiled)} <= its.exchanges
 
@@ -361,75 +400,28 @@ def test_second_order(name, layout):
     check(jax.jit(step_of(name, 2, **options))(*sharded), name, 2)
 
 
-def test_explicit_and_auto_axes():
-    types = (AxisType.Explicit, AxisType.Auto)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    specs = LAYERS["gated_linear"].specs(P("data"), P())
-    sharded = in_shards(operands_of("gated_linear"), mesh, specs)
-    with jax.set_mesh(mesh):
-        check(jax.jit(step_of("gated_linear"))(*sharded), "gated_linear")
-
-
 # ------------------------------------------------------------------------------- in jax.shard_map
 
 
-def summed(value, *axes):
-    return jax.lax.psum(value, axes)
-
-
-def gated_on_shards(layout, gate, up, weight, bias):
-    """Compute the loss inside `jax.shard_map`.
-
-    The loss is summed over the devices. So the gradient of a weight also is a sum over all devices.
-    """
-    products = (
-        functools.partial(jaxnorm.gated_linear, gate, up, weight),
-        functools.partial(jaxnorm.activation_linear, gate, weight),
-    )
-    if layout == "f":
-        results = (summed(product(), "model") + bias for product in products)
-        return summed(sum(jnp.sum(jnp.sin(y)) for y in results), "data")
-    results = (product(bias=bias) for product in products)
-    return summed(sum(jnp.sum(jnp.sin(y)) for y in results), "data", "model")
-
-
-def norm_on_shards(layout, x, residual, weight, scale, bias, **options):
-    given = {"bias": bias, "residual": residual, "activation": "gelu"}
-    y, h = rms_norm_linear(x, weight, scale, **given, **options)
-    of_h = ("data",) if layout == "rows and n" else ("data", "model")
-    return summed(jnp.sum(jnp.sin(y)), "data", "model") + summed(jnp.sum(jnp.sin(h)), *of_h)
-
-
-def on_shards(name, layout, **options):
-    """Return two things: a function that computes a loss inside `jax.shard_map`, and its operands.
-
-    In the layout "FSDP over d", `jax.shard_map` gathers all operands except the first two.
-    """
-    mesh, sharded, specs = placed(name, "manual", LAYOUTS[name][layout])
-    function = gated_on_shards if name == "gated_linear" else norm_on_shards
-    if layout == "FSDP over d":
-        specs = [*specs[:2], P(), P(), P()]
-    run = functools.partial(function, layout, **options)
-    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=P()), sharded
-
-
-@pytest.mark.parametrize("layout", ["rows and n", "f"])
-def test_gated_linear_on_shards(layout):
-    function, sharded = on_shards("gated_linear", layout)
-    check(jax.jit(jax.value_and_grad(function, range(4)))(*sharded), "gated_linear")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["gated_linear", "none", "log_prob", "divergence", "any of rows"])
+def test_on_shards(name, check_vma):
+    """Gradients of replicated operands are summed over the devices."""
+    function, sharded = on_shards(name, check_vma=check_vma)
+    check(jax.jit(jax.value_and_grad(function, floats(name)))(*sharded), name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["rows and n", "FSDP over d"])
+@pytest.mark.parametrize("layout", ["rows", "FSDP over d"])
 def test_the_norm_s_kernel_gets_shards(layout, kind):
     name = "rms_norm_linear"
     on_one_device(name, 1)  # Cache the expected results of XLA's code.
     function, (_, sharded, _) = norm_loss, placed(name, kind, NORM[layout])
     if kind == "manual":
-        function, sharded = on_shards(name, layout)
+        function, sharded = on_shards(name)
     with as_default(Kernels()) as kernels:
         check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), name)
-    assert {*kernels.shapes} == {(12 if layout == "rows and n" else 6, D)}
+    assert {*kernels.shapes} == {(6, D)}
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -442,41 +434,10 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kind):
     assert not kernels.shapes
 
 
-@pytest.fixture
-def product_kernel(monkeypatch):
-    """Replace Mosaic's kernel by plain JAX, which computes rms_norm and then a matmul.
-
-    Return a list. Each call of the replacement appends the shapes of x and of the weight to it.
-    """
-    shapes = []
-
-    def kernel(x, weight, scale, bias, *, activation, **options):
-        shapes.append((x.shape, weight.shape))
-        return rms_norm_linear(x, weight, scale, bias=bias, activation=activation)
-
-    from jaxnorm_kernels import mosaic
-
-    monkeypatch.setattr(mosaic, "rms_norm_linear_fwd", kernel)
-    here = mosaic.IMPLEMENTATION._replace(platforms=lambda: ("cpu",))
-    monkeypatch.setattr(mosaic, "IMPLEMENTATION", here)
-    monkeypatch.setattr(mosaic.linear, "why_unsupported", lambda *_: None)
-    return shapes
-
-
-def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
-    """In `jax.shard_map`, implementation="mosaic" runs the kernel on each shard.
-
-    The derivative is that of rms_norm followed by a matmul.
-    """
-    function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
-    check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")
-    assert {*product_kernel} == {((12, D), (D, F // 2))}
-
-
-@pytest.mark.usefixtures("product_kernel")
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_the_kernel_of_norm_and_product_is_not_partitioned(kind):
-    _, (x, _, weight, *_), _ = placed("rms_norm_linear", kind, NORM["rows and n"])
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    arrays = jnp.zeros((64, 64), "bfloat16"), jnp.zeros((64, 64), "bfloat16")
     named = functools.partial(rms_norm_linear, implementation="mosaic")
     message = (
         r"^rms_norm_linear: implementation='mosaic' is a kernel of whole arrays, .* a mesh with "
@@ -485,31 +446,16 @@ def test_the_kernel_of_norm_and_product_is_not_partitioned(kind):
     )
     for call in (named, jax.jit(named)):
         with pytest.raises(ValueError, match=message):
-            call(x, weight)
+            call(*in_shards(arrays, mesh, [P("data"), P(None, "model")]))
 
 
-@pytest.mark.parametrize("name", ["none", *VARIANTS, "log_prob"])
-def test_losses_of_rows_on_shards(name):
-    mesh, sharded, specs = placed(name, "manual", LOSS["rows"])
-    function = over_shards(LAYERS[name].loss, mesh, specs, "data", "model")
-    check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), name)
-
-
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *(("none", "rows and V"), ("classes", "rows and V"), ("classes", "d of x")),
-        ("odd rows", "d of x over both"),
-    ],
-)
-def test_other_shapes(name, layout, kind):
-    """A mask of classes is split like the classes, and rows need not be divisible.
-
-    Losses of rows are added after the call.
-    """
-    _, sharded, _ = placed(name, kind, LOSS[layout])
-    check(jax.jit(step_of(name))(*sharded), name)
+def test_the_kernel_of_norm_and_product_on_shards():
+    """In `jax.shard_map`, the kernel's result varies over the same mesh axes as its operands."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    named = functools.partial(rms_norm_linear, activation="gelu", implementation="mosaic")
+    shards = jax.shard_map(named, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    shapes = ((8192, 1024), "bfloat16"), ((1024, 1024), "bfloat16"), ((1024,), "float32")
+    assert kernels_in(shards, *[jax.ShapeDtypeStruct(*shape) for shape in shapes])
 
 
 @each_pair("kind layout name", KINDS, ["rows", "rows and V"], ["sum", "log_prob"])
@@ -518,31 +464,13 @@ def test_kernels_get_chunks_of_shards(kind, layout, name):
 
     Each sum over classes then needs an exchange between devices, which a kernel cannot do.
     """
-    function, (mesh, sharded, _) = LAYERS[name].loss, placed(name, kind, LOSS[layout])
+    function, (_, sharded, _) = LAYERS[name].loss, placed(name, kind, LOSS[layout])
     if kind == "manual":
-        specs = P("data"), P(), P(), P("data")
-        function = over_shards(function, mesh, specs, "data")
+        function, sharded = on_shards(name)
     with as_default(Kernels()) as kernels:
         jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded)
     chunks = [] if layout == "rows and V" and kind != "manual" else [(4, V)]
     assert sorted({*kernels.shapes}) == chunks
-
-
-@pytest.mark.parametrize("name", ["mean"])
-def test_a_mean_inside_shard_map(name):
-    """In `jax.shard_map`, a loss's mean is taken over the rows of a shard.
-
-    The gradients of replicated operands are summed over the devices.
-    """
-    loss, (mesh, sharded, specs) = LAYERS[name].loss, placed(name, "auto", LOSS["rows"])
-    mapped = over_shards(loss, mesh, specs, "data", "model", reduce=jax.lax.pmean)
-
-    def whole(x, weight, bias, labels):
-        parts = [np.s_[i : i + 2, j : j + 6] for i in range(0, 8, 2) for j in (0, 6)]
-        return sum(loss(x[part], weight, bias, labels[part]) for part in parts) / 8
-
-    ours, theirs = (jax.value_and_grad(f, (0, 1, 2)) for f in (mapped, whole))
-    assert_computes(jax.jit(ours)(*sharded), theirs, *operands_of(name))
 
 
 # ------------------------------------------------------------ the sharding of a matmul's result
@@ -573,6 +501,13 @@ def test_where_the_result_lies(compiles):
             call = functools.partial(jaxnorm.gated_linear, out_sharding=asked, **more)
             y = (jax.jit(call) if compiles else call)(gate, up, weight)
             assert jax.typeof(y).sharding.spec == expected
+    # `up` is resharded like gate.
+    _, gate, up, weight, _ = gated_operands("rows")
+    y = jaxnorm.gated_linear(
+        gate, jax.device_put(up, NamedSharding(mesh, P(None, "model"))), weight
+    )
+    assert jax.typeof(y).sharding.spec == P("data", "model", None)
+    assert_computes(y, jaxnorm.gated_linear, *operands_of("gated_linear")[:3])
 
 
 def test_it_must_be_said_where_sums_lie():
@@ -588,15 +523,6 @@ def test_it_must_be_said_where_sums_lie():
     _, *auto, _ = gated_operands("f", "auto")
     with pytest.raises(ValueError, match=r"^gated_linear: out_sharding=.*with_sharding_constraint"):
         jaxnorm.gated_linear(*auto, out_sharding=P("data"))
-
-
-def test_up_lies_as_gate_does():
-    mesh, gate, _, weight, _ = gated_operands("rows")
-    arrays = operands_of("gated_linear")[:3]
-    up = jax.device_put(arrays[1], NamedSharding(mesh, P(None, "model")))
-    y = jaxnorm.gated_linear(gate, up, weight)
-    assert jax.typeof(y).sharding.spec == P("data", "model", None)
-    assert_computes(y, jaxnorm.gated_linear, *arrays)
 
 
 def test_a_weight_is_kept_in_its_shards():
@@ -628,12 +554,3 @@ def test_a_function_on_a_mesh():
         for product in (spread, jnp.matmul)
     )
     assert_computes(jax.jit(ours)(*sharded), theirs, *operands_of("gated_linear"))
-
-
-def test_the_kernel_of_norm_and_product_lowers_on_shards():
-    """In `jax.shard_map`, the kernel's result varies over the same mesh axes as its operands."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    named = functools.partial(rms_norm_linear, activation="gelu", implementation="mosaic")
-    shards = jax.shard_map(named, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
-    shapes = ((8192, 1024), "bfloat16"), ((1024, 1024), "bfloat16"), ((1024,), "float32")
-    assert kernels_in(shards, *[jax.ShapeDtypeStruct(*shape) for shape in shapes])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from log_prob_cases import mixture
 from loss_cases import operands
 from meshes import Case, collectives, eight_devices, in_shards, mesh_of
-from program_error import analyse, assert_analysed, assert_computes
+from program_error import analyse, assert_analysed
 from test_sharding import which_kernels  # noqa: F401
 
 import jaxnorm
@@ -121,60 +121,30 @@ def test_vocabulary_split_beside_manual_rows(function):
     assert max(sizes(collectives(compiled))) <= 3 * SHAPE[0] * SHAPE[1]
 
 
-@each
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_several_axes_of_classes_split(kind, function):
-    """If classes have several axes, a label is a row-major index, even if all axes are split."""
-    mesh = mesh_of(Case("", MESH, P()), kind)
-    x, _, _ = operands((4, 8, 6), "float32")
-    labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
-    sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
-    # The classes are the elements of axes 0 and 2, which have the sizes 4 and 6. The mesh splits
-    # both axes. The labels from 24 on are invalid.
-    both = jax.value_and_grad(
-        lambda x: jnp.sum(jnp.cos(function(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
-    )
-    assert_computes(jax.jit(both)(sharded), both, x)
-
-
-@each
-def test_forward_mode_and_second_order_with_a_split_vocabulary(function):
-    mesh = mesh_of(Case("", MESH, P()), "explicit")
-    (x, labels, where, d), _ = placed(mesh, VOCABULARY)
-
-    def derivatives(x, labels, where, d):
-        def loss(x):
-            return jnp.sum(jnp.sin(function(x, labels, where=where)) * d)
-
-        return jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))
-
-    assert_computes(jax.jit(derivatives)(x, labels, where, d), derivatives, *arrays())
+def functions_of_layout(x, labels):
+    """Return functions of `where` and `logits_scale`, for the logits x."""
+    classes = jnp.cos(jnp.arange(SHAPE[-1] * 16.0)).reshape(SHAPE[-1], 16)
+    several = jnp.stack([labels, labels], -1)
+    linear = jaxnorm.linear_log_prob_and_entropy
+    return {
+        "loss": functools.partial(cross_entropy, x, labels),
+        "log_prob": functools.partial(jaxnorm.log_prob_and_entropy, x, labels),
+        "several": functools.partial(jaxnorm.log_prob_and_entropy, x, several),
+        "divergence": functools.partial(jaxnorm.kl_divergence, x, jnp.sin(x)),
+        "linear": functools.partial(linear, x, classes, labels % 16, chunk=8),
+    }
 
 
 @pytest.mark.parametrize("name", ["loss", "log_prob", "several", "divergence", "linear"])
 def test_weights_and_scales_in_another_layout(name):
     """On an Explicit mesh, float weights and scales need not be sharded like the logits."""
     x, labels, _ = operands(SHAPE, "float32")
-    classes = jnp.cos(jnp.arange(SHAPE[-1] * 16.0)).reshape(SHAPE[-1], 16)
-    several = jnp.stack([labels, labels], -1)
 
-    def function(x, weights, scales):
-        options = {"where": weights, "logits_scale": scales}
-        match name:
-            case "loss":
-                return cross_entropy(x, labels, **options)
-            case "log_prob":
-                return jaxnorm.log_prob_and_entropy(x, labels, **options)
-            case "several":
-                return jaxnorm.log_prob_and_entropy(x, several, **options)
-            case "divergence":
-                return jaxnorm.kl_divergence(x, jnp.sin(x), **options)
-            case "linear":
-                linear = jaxnorm.linear_log_prob_and_entropy
-                return linear(x, classes, labels % 16, chunk=8, **options)
+    def run(x, weights, scales):
+        def function(x):
+            return functions_of_layout(x, labels)[name](where=weights, logits_scale=scales)
 
-    def run(x, *others):
-        results, vjp = jax.vjp(lambda x: function(x, *others), x)
+        results, vjp = jax.vjp(function, x)
         return results, vjp(results)
 
     arrays = x, jnp.cos(labels.astype(jnp.float32)), 1 / (1 + labels % 3)

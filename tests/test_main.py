@@ -1,11 +1,13 @@
 """``python -m jaxnorm``: its output, the errors that its check finds, and its exit status."""
 
+import ast
 import ctypes
 import io
 import subprocess
 import sys
 import types
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 import jaxnorm
 from jaxnorm.__main__ import main
 from jaxnorm.calls import backends
-from jaxnorm.tools import machine, selfcheck, text, wall_time
+from jaxnorm.tools import machine, references, selfcheck, text, wall_time
 from jaxnorm.tools.plan import functions
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Implementation
@@ -59,34 +61,6 @@ def test_what_runs_names_the_reasons(monkeypatch):
     monkeypatch.setattr(backends, "local_platform", lambda: "tpu")
     # The report has one line for both passes of layer_norm if they have the same implementation.
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_functions_of_linear_layers_have_plans(platform):
-    """`implementation_for` supports functions that contain a linear layer.
-
-    gated_linear and activation_linear have no kernels, so their plan is XLA's code. A linear loss,
-    which computes its logits by a matmul, calls another loss on each chunk of logits. It has the
-    plan of this other loss.
-    """
-    shape, dtype = (8192, 4096), "bfloat16"
-    for name in ("gated_linear", "activation_linear"):
-        plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform)
-        assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
-    for name, of_logits in (
-        ("linear_softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels"),
-        ("linear_log_prob_and_entropy", "log_prob_and_entropy"),
-    ):
-        weight = jax.ShapeDtypeStruct((4096, 32768), dtype)
-        plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform, weight=weight)
-        assert plan.forward.name == ("mosaic" if platform == "cuda" else "xla")
-        assert plan.forward.reason.endswith(f"; as {of_logits}, for each chunk of rows")
-        options = {"weight": weight, "platform": platform, "implementation": "xla"}
-        assert jaxnorm.implementation_for(name, shape, dtype, **options).backward.name == "xla"
-    with pytest.raises(ValueError, match="weight"):
-        jaxnorm.implementation_for(
-            "gated_linear", shape, dtype, weight=jax.ShapeDtypeStruct((3, 4), dtype)
-        )
 
 
 def test_devices_and_cuda(monkeypatch):
@@ -139,6 +113,15 @@ def test_wrong_values_of_bfloat16(name, monkeypatch):
     monkeypatch.setattr(jaxnorm, case.function, shifted(function, 1 + 2**-4))
     wrong = selfcheck.check(case, "bfloat16")
     assert min(wrong.value, wrong.gradient) > 1, wrong
+
+
+def test_the_references_share_nothing_with_what_they_check():
+    """The references import only JAX, NumPy and the standard library."""
+    tree = ast.parse(Path(references.__file__).read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or alias.name for node in nodes for alias in node.names]
+    allowed = {"collections", "functools", "jax", "math", "numpy", "typing"}
+    assert {name.partition(".")[0] for name in names} <= allowed
 
 
 def few_cases(monkeypatch):

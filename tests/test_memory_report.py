@@ -4,6 +4,7 @@ import functools
 import importlib
 import re
 import time
+from pathlib import Path
 
 import flax.linen
 import flax.nnx
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from advice_cases import assert_remat_true, told
+from advice_cases import told
+from jax._src.ad_checkpoint import saved_residuals
 
 import jaxnorm
 from jaxnorm import memory_report
@@ -76,19 +78,13 @@ def attention(x, w):
     return x + jnp.einsum("hqk,khd->qhd", p, k).reshape(TOKENS, -1) @ w["down"]
 
 
-def of_jax(capsys, f, *args):
+def of_jax(f, *args):
     """Return the bytes of the arrays that `jax.ad_checkpoint.print_saved_residuals` lists.
 
     Arguments of `f` and constants are not counted.
     """
-    jax.ad_checkpoint.print_saved_residuals(f, *args)
-    sizes = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "f64": 8, "u32": 4}
-    total = 0
-    for line in capsys.readouterr().out.splitlines():
-        dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", line).groups()
-        if "from the argument" not in line and "from a constant" not in line:
-            total += sizes[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
-    return total
+    arrays = [a for a, why in saved_residuals(f, *args) if not re.search("argument|constant", why)]
+    return sum(a.size * a.dtype.itemsize for a in arrays)
 
 
 POLICY = functools.partial(jax.checkpoint, policy=jaxnorm.save_policy)
@@ -109,12 +105,13 @@ BLOCKS = {
 @pytest.mark.remat
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_the_total_is_jax_s(capsys, name, stack):
+def test_the_total_is_jax_s(name, stack):
     f = functools.partial(stack, BLOCKS[name])
     report = memory_report(f, weights(), X, argnums=(0, 1))
     concrete = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), (weights(), X))
-    assert report.total == pytest.approx(of_jax(capsys, f, *concrete), rel=1e-3)
+    assert report.total == pytest.approx(of_jax(f, *concrete), rel=1e-3)
     assert report.total == sum(row.bytes for row in report)
+    assert not any("hi_primitive" in row.made_by for row in report)
     assert [row.bytes for row in report] == sorted((row.bytes for row in report), reverse=True)
     for row in report:
         arrays = row.count / row.layers
@@ -137,6 +134,16 @@ def two_reshapes(x, w):
     """Save an array, and a reshaped copy of it, as attention does before its last matmul."""
     heads = jnp.exp((x @ w["up"]).reshape(TOKENS, 8, -1))
     return x + heads.reshape(TOKENS, -1) @ w["down"]
+
+
+def assert_remat_true(before, after):
+    """Assert that the line about auto_remat is true, and the only advice.
+
+    `before` and `after` are the reports of a function and of the same function with auto_remat.
+    """
+    assert before.saves == before.total - after.total > 0
+    assert "auto_remat saves" in str(before)
+    assert after.saves == 0
 
 
 @pytest.mark.parametrize("stack", [scan, unrolled])
@@ -193,49 +200,66 @@ def test_lines_are_the_user_s():
     assert silu.shape == (LAYERS, TOKENS, INNER)
 
 
-@pytest.mark.parametrize("library", ["linen", "nnx"])
-def test_modules(library):
-    """The report names source lines of the user's code, not of Flax's.
+def linen_model():
+    class Model(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            y = flax.linen.LayerNorm(dtype=jnp.bfloat16, use_fast_variance=False)(x)
+            y = flax.linen.gelu(flax.linen.Dense(INNER, dtype=jnp.bfloat16)(y))
+            return x + flax.linen.Dense(WIDTH, dtype=jnp.bfloat16)(y)
+
+    model = Model()
+    return model.apply, jax.eval_shape(model.init, jax.random.key(0), X)
+
+
+def nnx_model():
+    class Module(flax.nnx.Module):
+        def __init__(self, rngs):
+            self.norm = flax.nnx.LayerNorm(WIDTH, rngs=rngs, use_fast_variance=False)
+            self.up = flax.nnx.Linear(WIDTH, INNER, rngs=rngs)
+            self.down = flax.nnx.Linear(INNER, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+    graph, state = flax.nnx.split(Module(flax.nnx.Rngs(0)))
+    return lambda state, x: flax.nnx.merge(graph, state)(x), state
+
+
+def equinox_model():
+    """An equinox model may have functions as leaves, and layers under `jax.vmap`."""
+    eqx = pytest.importorskip("equinox")
+
+    class Block(eqx.Module):
+        norm: eqx.Module
+        attention: eqx.Module
+        mlp: eqx.Module
+
+        def __call__(self, x):
+            y = jax.vmap(self.norm)(x)
+            return x + jax.vmap(self.mlp)(self.attention(y, y, y))
+
+    keys = jax.random.split(jax.random.key(0))
+    attention = eqx.nn.MultiheadAttention(2, WIDTH, key=keys[0])
+    mlp = eqx.nn.MLP(WIDTH, WIDTH, INNER, 1, jax.nn.gelu, key=keys[1])
+    return lambda model, x: model(x), Block(eqx.nn.LayerNorm(WIDTH), attention, mlp)
+
+
+@pytest.mark.parametrize("make", [linen_model, nnx_model, equinox_model])
+def test_modules(make):
+    """The report names source lines of the user's code, not of a library's.
 
     Models may have leaves that are not arrays.
     """
-    if library == "linen":
+    apply, params = make()
 
-        class Model(flax.linen.Module):
-            @flax.linen.compact
-            def __call__(self, x):
-                y = flax.linen.LayerNorm(dtype=jnp.bfloat16, use_fast_variance=False)(x)
-                y = flax.linen.gelu(flax.linen.Dense(INNER, dtype=jnp.bfloat16)(y))
-                return x + flax.linen.Dense(WIDTH, dtype=jnp.bfloat16)(y)
+    def report(remat):
+        return memory_report(remat(lambda params, x: jnp.sum(jnp.sin(apply(params, x)))), params, X)
 
-        model = Model()
-        params = jax.eval_shape(model.init, jax.random.key(0), X)
-        report = memory_report(lambda p, x: jnp.sum(model.apply(p, x)), params, X)
-    else:
-
-        class Module(flax.nnx.Module):
-            def __init__(self, rngs):
-                self.norm = flax.nnx.LayerNorm(WIDTH, rngs=rngs, use_fast_variance=False)
-                self.up = flax.nnx.Linear(WIDTH, INNER, rngs=rngs)
-                self.down = flax.nnx.Linear(INNER, WIDTH, rngs=rngs)
-
-            def __call__(self, x):
-                return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
-
-        graph, state = flax.nnx.split(Module(flax.nnx.Rngs(0)))
-        report = memory_report(lambda s, x: jnp.sum(flax.nnx.merge(graph, s)(x)), state, X)
-    assert not told(report)
-    assert report.saves > 0.4 * report.total
-    assert all("__call__)" in row.source or "<lambda>)" in row.source for row in report)
-
-
-def test_an_equinox_model():
-    """An equinox model may have functions as leaves, and layers under `jax.vmap`."""
-    equinox = pytest.importorskip("equinox")
-    model = equinox.nn.MLP(WIDTH, WIDTH, INNER, 1, activation=jax.nn.gelu, key=jax.random.key(0))
-    report = memory_report(lambda m, x: jnp.sum(jax.vmap(m)(x)), model, jnp.ones((TOKENS, WIDTH)))
-    assert report.total > TOKENS * INNER * 4
-    assert all(row.source.startswith("test_memory_report.py") for row in report)
+    before = report(lambda f: f)
+    assert_remat_true(before, report(jaxnorm.auto_remat))
+    assert not told(before)
+    assert all(row.source.startswith(f"{Path(__file__).name}:") for row in before)
 
 
 def test_stacked_by_the_user():
@@ -378,34 +402,19 @@ def test_a_function_without_a_transpose():
     assert str(ours.value) == str(theirs.value)
 
 
-def test_nothing_is_kept():
-    report = memory_report(jnp.sum, jnp.ones(8))
-    assert (report.total, report.rows) == (0, ())
-    assert "0 MiB" in str(report)
-
-
 @pytest.mark.parametrize(
-    ("argnums", "error", "message"),
+    ("args", "argnums", "message"),
     [
-        ("0", TypeError, "argnums='0'; expected an integer or a sequence of integers"),
-        (0.0, TypeError, "argnums=0.0; expected an integer or a sequence of integers"),
-        (2, ValueError, "argnums=2 of 1 arguments; expected integers from -1 to 0"),
+        ((jnp.sum, 1.0), "0", "argnums='0'; expected an integer or a sequence of integers"),
+        ((jnp.sum, 1.0), 0.0, "argnums=0.0; expected an integer or a sequence of integers"),
+        ((jnp.sum, 1.0), 2, "argnums=2 of 1 arguments; expected integers from -1 to 0"),
+        ((lambda: 0.0,), 0, "argnums=0 of 0 arguments; expected arguments after f"),
+        ((jnp.ones(8),), 0, "f is a .*; expected a function, and"),
     ],
 )
-def test_errors(argnums, error, message):
-    with pytest.raises(error, match=f"^memory_report: {message}"):
-        memory_report(jnp.sum, jnp.ones(8), argnums=argnums)
-
-
-def test_errors_of_calls():
-    """Two wrong calls raise errors.
-
-    The first passes a function's result instead of the function. The second passes no arguments.
-    """
-    with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
-        memory_report(jnp.sum(jnp.ones(8)))
-    with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):
-        memory_report(lambda: 0.0)
+def test_errors(args, argnums, message):
+    with pytest.raises((TypeError, ValueError), match=f"^memory_report: {message}"):
+        memory_report(*args, argnums=argnums)
 
 
 @pytest.mark.parametrize(
@@ -415,6 +424,7 @@ def test_a_function_that_returns_python_numbers(f, saved):
     report = memory_report(f, jnp.ones((4, 4)))
     assert report.total == saved * 4 * 4 * 4
     assert memory_report(lambda x: x * 2.0, 3.0).total == 0
+    assert "0 MiB" in str(memory_report(jnp.sum, jnp.ones(8)))
 
 
 @pytest.mark.parametrize("tokens", [jnp.zeros((4, 8), int), {"a": np.zeros(3, bool)}, 3])

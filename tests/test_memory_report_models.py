@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from advice_cases import assert_true, functions_of
-from test_models import CONFIGURATIONS, hugging_face, transformers
+from test_models import CONFIGURATIONS, hugging_face
 
 import jaxnorm
 from jaxnorm import memory_report
@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.models,
     pytest.mark.filterwarnings("ignore"),  # Old packages cause warnings.
 ]
-__all__ = ["transformers"]  # a fixture
 
 # There are so many tokens that an activation is larger than a parameter. Saved casts of parameters
 # are then small compared with saved activations.
@@ -47,9 +46,9 @@ def dtype(request):
 
 
 @pytest.fixture(scope="module", params=[*CONFIGURATIONS])
-def model(request, transformers, dtype):
+def model(request, dtype):
     sizes = OF_GPT2 if request.param == "GPT2" else OF_OTHERS
-    return hugging_face(transformers, request.param, dtype, **sizes)
+    return hugging_face(request.param, dtype, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     moves_rows = name == OF_GROUPS or (kind == "auto" and (runs == "xla" or of_samples))
     if layout in ("rows", "both", "over two") and not moves_rows:
         assert {*collectives(compiled)} <= {"all-reduce"}
+        assert sum(travels) <= sum(params)  # each gradient is exchanged once
     if kernels is not None:
         # If a layout splits x's columns, a device gathers complete heads (rows) before it runs a
         # kernel with a rotation.

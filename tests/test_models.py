@@ -1,25 +1,50 @@
-"""Conversion of Hugging Face's Flax models and of equinox models, whose code is not changed.
+"""Models of Hugging Face and Tunix, converted without a change of their code.
 
-These tests do not run by default: ``pip install --group models``, then ``pytest -m models``.
+These tests do not run by default: ``pip install --group models``, then ``pytest -m models``. Tunix
+has many dependencies, and only its model files are imported here: ``pip install --no-deps
+google-tunix``.
 """
 
-import contextlib
-import inspect
+import functools
+import importlib
+import importlib.util
 import re
+import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
+from advice_cases import functions_of
 
 import jaxnorm
+from jaxnorm import memory_report
 
 pytestmark = [
     pytest.mark.models,
     pytest.mark.filterwarnings("ignore"),  # Old packages cause warnings.
 ]
+
+
+def jittered(parameters):
+    """Add noise to parameters, to avoid special values such as the ones and zeros of norms."""
+    generator = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: jnp.asarray(a + 0.1 * generator.normal(size=a.shape).astype(a.dtype)), parameters
+    )
+
+
+def calls_in(function, *arguments):
+    """Return the number of calls of jaxnorm's norms in a program."""
+    return len(
+        re.findall(r"jaxnorm\.(?:layer|rms)_norm", str(jax.make_jaxpr(function)(*arguments)))
+    )
+
+
+# ------------------------------------------------------------------------------------ Hugging Face
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA_S = {
@@ -29,35 +54,23 @@ LLAMA_S = {
     "max_position_embeddings": 64,
 }
 CONFIGURATIONS = {
-    "GPT2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    "GPT2": {
+        **{"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
     "Bert": {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64},
     "Llama": LLAMA_S,
     "Gemma": {**LLAMA_S, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
 }
+OFFSETS = {"Llama": 0.0, "Gemma": 1.0}  # Both models define a norm class.
 NORMS = 5  # Each model has five norms: two in each of its two layers, and one more.
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers")
-
-
-def hugging_face(transformers, name, dtype, **sizes):
+def hugging_face(name, dtype, **sizes):
     """Return a small model with random parameters. Nothing is downloaded."""
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    options = dropout if name == "GPT2" else {}
-    configuration = getattr(transformers, f"{name}Config")(
-        **{**CONFIGURATIONS[name], **options, **sizes}
-    )
+    transformers = pytest.importorskip("transformers")
+    configuration = getattr(transformers, f"{name}Config")(**CONFIGURATIONS[name] | sizes)
     return getattr(transformers, f"Flax{name}Model")(configuration, seed=0, dtype=jnp.dtype(dtype))
-
-
-def jittered(parameters):
-    """Add noise to parameters, to avoid special values such as the ones and zeros of norms."""
-    generator = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda a: a + 0.1 * generator.normal(size=a.shape).astype(a.dtype), parameters
-    )
 
 
 def gradient(model):
@@ -70,181 +83,151 @@ def gradient(model):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
-def calls_in(function, *arguments):
-    """Return the number of jaxnorm's norms in a program that computes both passes.
+def own_norm(norm, x, **options):
+    """The function that the docs of `converted` show for Llama's norms."""
+    dtype = jnp.promote_types(norm.weight.dtype, norm.dtype)
+    return jaxnorm.rms_norm(x, norm.weight, epsilon=norm.epsilon, dtype=dtype, **options)
 
-    A norm in the body of a scan counts once.
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_hugging_face(name, dtype, caplog):
+    """Outputs and gradients of a converted model are as accurate as before.
+
+    All its norms are jaxnorm's, and its program for CUDA has kernels if they are requested.
     """
-    return len(re.findall(r"jaxnorm\.(?:layer|rms)_norm", str(function.trace(*arguments).jaxpr)))
+    from jaxnorm.linen import converted
 
-
-def kernels_in(function, *arguments):
-    """Return True if the function's program for CUDA has kernels."""
-    text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    return "@mosaic_gpu" in text
-
-
-def check(transformers, name, dtype, context, of_kernels):
-    """Assert that outputs and gradients are as accurate inside `context` as outside of it.
-
-    `context` and `of_kernels` are context managers that convert modules. `of_kernels` is used for a
-    second check: inside it, all norms of the model must be jaxnorm's, and the model's program for
-    CUDA must contain kernels.
-    """
-    model = hugging_face(transformers, name, dtype)
+    model = hugging_face(name, dtype)
     parameters = jittered(model.params)
     theirs = gradient(model)(parameters)
     with jax.enable_x64(True):
-        exact = hugging_face(transformers, name, "float64")
-        double = jax.tree.map(lambda a: np.asarray(a, "float64"), parameters)
-        expected = gradient(exact)(double)
-    with context:
-        same = hugging_face(transformers, name, dtype).params
+        exact = hugging_face(name, "float64")
+        expected = gradient(exact)(jax.tree.map(lambda a: np.asarray(a, "float64"), parameters))
+
+    def context(**options):
+        if name not in OFFSETS:
+            return converted(**options)
+        kind = getattr(sys.modules[type(model).__module__], f"Flax{name}RMSNorm")
+        function = functools.partial(own_norm, scale_offset=OFFSETS[name], **options)
+        return converted(calls={kind: function})
+
+    with context():
+        same = hugging_face(name, dtype).params
         ours = gradient(model)(parameters)
     jax.tree.map(np.testing.assert_array_equal, same, model.params)
     reference.assert_as_accurate(ours, theirs, expected)
+    lines = [record.getMessage() for record in caplog.records if record.name == "jaxnorm"]
+    assert len(lines) == (name in OFFSETS)
+    assert all(f"{NORMS} modules call functions of calls: " in line for line in lines)
     assert calls_in(gradient(model), parameters) == 0
-    with of_kernels:
+    with context(implementation="mosaic"):
+        program = gradient(model).trace(parameters)
         assert calls_in(gradient(model), parameters) == 2 * NORMS
-        assert kernels_in(gradient(model), parameters)
+        assert "@mosaic_gpu" in program.lower(lowering_platforms=("cuda",)).as_text()
+    if name in OFFSETS:
+        assert len(jaxnorm.check_params(parameters, dtype)) == NORMS
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["GPT2", "Bert"])
-def test_converted(transformers, name, dtype, caplog):
-    from jaxnorm.linen import converted
+# ------------------------------------------------------------------------------------------- Tunix
 
-    check(transformers, name, dtype, converted(), converted(implementation="mosaic"))
-    assert not [record for record in caplog.records if record.name == "jaxnorm"]
-
-
-@pytest.mark.parametrize("name", ["Llama", "Gemma"])
-def test_norms_of_a_class_of_their_own_are_not_converted(transformers, name):
-    from jaxnorm.linen import converted
-
-    model = hugging_face(transformers, name, "float32")
-    with converted():
-        assert calls_in(gradient(model), model.params) == 0
+BATCH, LENGTH, VOCABULARY, LAYERS = 8, 32, 64, 2
+TUNIX_S = {
+    "num_layers": LAYERS,
+    "embed_dim": 32,
+    "hidden_dim": 64,
+    "num_heads": 4,
+    "head_dim": 16,
+    "num_kv_heads": 2,
+}
 
 
-@contextlib.contextmanager
-def replaced(norm_class, **options):
-    """Replace calls of modules of this class by jaxnorm's, as the docs of `converted` suggest."""
-    from flax import linen as nn
-
-    def call(call, arguments, keywords, context):
-        norm = context.module
-        if not (type(norm) is norm_class and context.method_name == "__call__"):
-            return call(*arguments, **keywords)
-        dtype = jnp.promote_types(norm.weight.dtype, norm.dtype)
-        return jaxnorm.rms_norm(
-            *arguments, norm.weight, epsilon=norm.epsilon, dtype=dtype, **options
-        )
-
-    with nn.intercept_methods(call):
-        yield
+def tunix(name):
+    """Import Tunix's models.<name>.model without the training packages that Tunix imports."""
+    spec = importlib.util.find_spec("tunix")
+    if spec is None:
+        pytest.skip("needs google-tunix")
+    if "tunix" not in sys.modules:
+        package = types.ModuleType("tunix")
+        package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+        sys.modules["tunix"] = package
+    return importlib.import_module(f"tunix.models.{name}.model")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "offset"), [("Llama", 0.0), ("Gemma", 1.0)])
-def test_norms_of_a_class_of_their_own_can_be_replaced(transformers, name, offset, dtype):
-    module = f"transformers.models.{name.lower()}.modeling_flax_{name.lower()}"
-    norm_class = getattr(__import__(module, fromlist=["*"]), f"Flax{name}RMSNorm")
-    contexts = (
-        replaced(norm_class, scale_offset=offset, **options)
-        for options in ({}, {"implementation": "mosaic"})
+def qwen():
+    from flax import nnx
+
+    model = tunix("qwen3")
+    config = model.ModelConfig(
+        **TUNIX_S, vocab_size=VOCABULARY, rope_theta=10_000, norm_eps=1e-6, dtype=jnp.float32
     )
-    check(transformers, name, dtype, *contexts)
+
+    def norm(norm, x):  # as in docs/adopt.md
+        return jaxnorm.rms_norm(x, norm.w[...], epsilon=norm.norm_eps, dtype=norm.dtype)
+
+    return model.Qwen3(config, rngs=nnx.Rngs(0)), {model.RMSNorm: norm}
 
 
-def test_the_documented_replacement(transformers):
-    """The code in the docstring of `converted` replaces Hugging Face's norms."""
-    from transformers.models.llama.modeling_flax_llama import FlaxLlamaRMSNorm
+def gemma():
+    """Return Gemma 2, which has softcaps, and norms after each branch."""
+    from flax import nnx
 
-    import jaxnorm.linen
+    model = tunix("gemma")
+    config = model.ModelConfig(
+        **TUNIX_S,
+        num_embed=VOCABULARY,
+        final_logit_softcap=30.0,
+        attn_logits_soft_cap=50.0,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        attention_types=(model.AttentionType.GLOBAL,) * LAYERS,
+    )
 
-    doc = inspect.getdoc(jaxnorm.linen.converted)
-    code = inspect.cleandoc(doc.partition("For Hugging Face's Llama::")[2].partition("Args:")[0])
-    model = hugging_face(transformers, "Llama", "float32")
-    tokens = jnp.arange(8)[None]
+    def norm(norm, x):
+        dtype = jnp.promote_types(x.dtype, norm.scale.dtype)
+        return jaxnorm.rms_norm(x, norm.scale[...], scale_offset=1.0, dtype=dtype)
 
-    def applied(tokens, params):
-        function = jax.jit(lambda t: model(t, params=params)[0])
-        return types.SimpleNamespace(logits=calls_in(function, tokens))
-
-    names = {
-        "FlaxLlamaRMSNorm": FlaxLlamaRMSNorm,
-        "model": applied,
-        "params": model.params,
-        "tokens": tokens,
-        "jnp": jnp,
-        "jaxnorm": jaxnorm,
-    }
-    exec(compile(code, "converted", "exec"), names)
-    assert names["logits"] == NORMS
+    return model.Gemma(config, rngs=nnx.Rngs(0)), {model.RMSNorm: norm}
 
 
-def test_a_transformer_of_equinox():
-    """A transformer that consists of equinox's modules can be converted.
+def loss_of(model):
+    from flax import nnx
 
-    Its layers are stacked and scanned.
-    """
-    eqx = pytest.importorskip("equinox")
-    from test_memory_report_equinox import Block, block
+    graph, state = nnx.split(model)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH))
+    positions = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
+    mask = np.broadcast_to(np.tril(np.ones((LENGTH, LENGTH), bool)), (BATCH, LENGTH, LENGTH))
 
-    import jaxnorm.equinox
+    def loss(state):
+        logits, _ = nnx.merge(graph, state)(tokens, positions, None, mask)
+        logits = logits[:, :-1].astype(jnp.result_type(logits, jnp.float32))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    class Transformer(eqx.Module):
-        embedding: eqx.nn.Embedding
-        layers: Block
-        last: eqx.nn.LayerNorm
+    return loss, jittered(state)
 
-        def __init__(self, width, key):
-            keys = jax.random.split(key)
-            self.embedding = eqx.nn.Embedding(64, width, key=keys[0])
-            layers = eqx.filter_vmap(lambda key: block(key, width, width))
-            self.layers = layers(jax.random.split(keys[1], 2))
-            self.last = eqx.nn.LayerNorm(width)
 
-        def __call__(self, tokens):
-            arrays, static = eqx.partition(self.layers, eqx.is_array)
+@pytest.mark.parametrize("make", [qwen, gemma])
+def test_tunix(make, caplog):
+    """Converted models of Tunix compute the same, and save fewer bytes for the backward pass."""
+    import jaxnorm.nnx
 
-            def step(x, arrays):
-                return eqx.combine(arrays, static)(x), None
-
-            x, _ = jax.lax.scan(step, jax.vmap(self.embedding)(tokens), arrays)
-            return jax.vmap(self.last)(x)
-
-    def gradient(model):
-        """Return two things: a function that computes gradients, and the model's arrays.
-
-        The gradients are taken with respect to the model's arrays.
-        """
-        arrays, others = eqx.partition(model, lambda leaf: hasattr(leaf, "dtype"))
-
-        def loss(arrays, tokens):
-            y = jax.vmap(eqx.combine(arrays, others))(tokens)
-            return jnp.sum(jnp.sin(y)), y
-
-        def leaves(arrays, tokens):
-            return jax.tree.leaves(jax.grad(loss, has_aux=True)(arrays, tokens))
-
-        return jax.jit(leaves), arrays
-
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 8)))
-    model = Transformer(32, jax.random.key(0))
-    arrays, others = eqx.partition(model, eqx.is_array)
-    model = eqx.combine(jittered(arrays), others)
-    theirs, ours = (f(a, tokens) for f, a in map(gradient, (model, jaxnorm.equinox.convert(model))))
+    (plain, _), (model, calls) = make(), make()
+    before, state = loss_of(plain)
+    jaxnorm.nnx.convert(model, calls=calls)
+    (record,) = caplog.records
+    count = 4 * LAYERS + 1
+    assert f"{count} modules call functions of calls: " in record.getMessage()
+    after, _ = loss_of(model)
+    assert calls_in(after, state) == count
     with jax.enable_x64(True):
-        function, arrays = gradient(model)
-        expected = function(jax.tree.map(lambda a: jnp.asarray(a, "float64"), arrays), tokens)
+        double = jax.tree.map(lambda a: np.asarray(a, "float64"), state)
+        expected = jax.value_and_grad(before)(double)
+    ours, theirs = (jax.jit(jax.value_and_grad(loss))(state) for loss in (after, before))
     reference.assert_as_accurate(ours, theirs, expected)
-    # At this size, kernels are the default. The program has three norms: two in the body of the
-    # scan, and the last norm. Each has a forward and a backward.
-    wide = eqx.filter_eval_shape(Transformer, 1024, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((8, 256), "int32")
-    for model, calls in ((wide, 0), (jaxnorm.equinox.convert(wide), 6)):
-        function, arrays = gradient(model)
-        assert calls_in(function, arrays, tokens) == calls
-        assert kernels_in(function, arrays, tokens) == bool(calls)
+    reports = memory_report(before, state), memory_report(after, state)
+    assert reports[0].total > reports[1].total
+    # The loss saves no logits if it is replaced, and auto_remat saves at most as much as the norms.
+    assert functions_of(reports[0]) == {"linear_softmax_cross_entropy"}
+    assert reports[0].total - reports[0].saves <= reports[1].total
+    # check_params finds the parameters of Tunix's norms by their names.
+    assert len({norm.path for norm in jaxnorm.check_params(state, "float32")}) == count

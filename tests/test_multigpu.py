@@ -67,13 +67,6 @@ def test_rows_split_over_gpus(name, case, kind):
         assert moved <= 3 * gradients
 
 
-@pytest.mark.parametrize("save", ["output", "input"])
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_both_save_modes(name, save):
-    compiled, sharded = on_mesh(step(name, save), operands(name, SHAPE), CASES[0], "auto")
-    check_values(compiled, sharded, name, save)
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_kernels_by_name(name, kernels):
     function = step(name, implementation=kernels)

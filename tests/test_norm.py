@@ -201,6 +201,10 @@ IN_FLOAT64 = [
         **ROPE, shape=HEADS, rotated=48, mix=["dddd", "dfdd", "fddd", "ffdd"], save=SAVES,
         interleaved=ORDERS,
     ),
+    grid(
+        name=[*SUMS, "rms_norm_add_rms_norm"], shape=(5, 16), save=SAVES,
+        mix=["dddd", "dfff", "fdff", "fffd", "dbfh", "hdfb", "bhfd", "ddfb", "bdfd"],
+    ),
 ]  # fmt: skip
 # Arrays with few axes or rows, which are too small for a kernel.
 SMALL = [

@@ -75,35 +75,7 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward():
     assert "add_any" not in found
 
 
-LAYERS, TOKENS, WIDTH = 6, 512, 128
-
-
-@pytest.mark.remat
-def test_memory_of_a_scan():
-    """In the compiled program, a scan over layers saves no normalised array.
-
-    It saves the argument of silu, but no other array of silu's formula.
-    """
-
-    def stack(block, x, parameters):
-        x, _ = jax.lax.scan(lambda x, p: (block(x, *p), None), x, parameters)
-        return jnp.sum(x.astype(jnp.float32) ** 2)
-
-    def ours(x, scale, w1, w2):
-        return x + rms_norm_linear(x, w1, scale, activation="silu") @ w2
-
-    def composed(x, scale, w1, w2):
-        return x + jax.nn.silu(jaxnorm.rms_norm(x, scale, save="input") @ w1) @ w2
-
-    shapes = [(WIDTH,), (WIDTH, WIDTH), (WIDTH, WIDTH)]
-    parameters = [jax.ShapeDtypeStruct((LAYERS, *shape), "float32") for shape in shapes]
-    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), "float32")
-    lowered = [
-        jax.jit(jax.grad(functools.partial(stack, block), argnums=1)).lower(x, parameters)
-        for block in (ours, composed)
-    ]
-    ours, composed = (program.compile().memory_analysis().temp_size_in_bytes for program in lowered)
-    assert composed - ours >= 1.8 * 4 * TOKENS * WIDTH * LAYERS
+TOKENS, WIDTH = 512, 128
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -228,14 +200,3 @@ def test_the_product_rounds_its_sums_to_y(bias):
     text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()
     (product,) = [line for line in text.splitlines() if "dot_general" in line]
     assert product.rpartition("tensor<8x32x")[2].startswith("f32" if bias else "bf16")
-
-
-def test_a_batch_of_x_is_more_rows():
-    x, weight = jnp.ones((3, 4, 8)), jnp.ones((8, 6))
-    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: rms_norm_linear(x, weight)))(x)
-    norm, product, rule = [e for e in jaxpr.eqns if e.primitive.name != "stop_gradient"]
-    # The function with the custom JVP returns its first operand unchanged. It exists only to define
-    # the derivative of the matmul.
-    assert not rule.params["call_jaxpr"].eqns
-    assert product.primitive.name == "dot_general"
-    assert norm.outvars[0].aval.shape == (3, 4, 8)

@@ -80,6 +80,11 @@ PLANS = [
         for name in ("add_layer_norm", "add_rms_norm")
     ),
     ("rms_norm_linear", ROWS, {"weight": WEIGHT, "activation": "gelu"}, MOSAIC, ""),
+    ("gated_linear", ROWS, {}, XLA, ""),
+    *(
+        (f"linear_{of_logits}", ROWS, {"weight": WEIGHT}, MOSAIC, "for each chunk of rows")
+        for of_logits in ("softmax_cross_entropy", "log_prob_and_entropy")
+    ),
 ]
 
 

@@ -310,7 +310,7 @@ def grpo(logits, labels, old, reference, advantages):
     return 0.04 * (r - 1 - jnp.log(r)) - bounded * advantages - 0.01 * entropy
 
 
-def jensen_shannon(logits, teacher_logits, b=0.3):
+def jensen_shannon(logits, teacher_logits, b):
     q, p = (jnp.exp(log_softmax(z)) for z in (logits, teacher_logits))
     m = b * p + (1 - b) * q
 
@@ -364,66 +364,79 @@ def assert_loss(ours, theirs, x, head, bias, where):
         assert_within(a, exact(b), ROUNDING * (1 + logits) * (np.abs(exact(b)).max() + 1 / x.size))
 
 
-each_kind = pytest.mark.parametrize("logits", LOGITS)
+def old_and_reference(log_prob):
+    return (log_prob + 0.3 * normal(seed, *POSITIONS) for seed in (4, 5))
 
 
-@each_kind
-@pytest.mark.parametrize(
-    ("name", "theirs"),
-    [("smoothed_cross_entropy", smoothing), ("focal_loss", focal)],
-)
-def test_losses_of_labels(name, theirs, logits):
-    x, head, bias, labels, where = layer(logits)
-    ours = page("recipes")[name]
-    assert_loss(
-        lambda x, head, **o: ours(x, head, labels, **o),
-        lambda logits: theirs(logits, labels),
-        *(x, head, bias, where),
-    )
-
-
-@each_kind
-def test_soft_labels(logits):
-    x, head, bias, _, where = layer(logits)
-    targets = jax.nn.softmax(normal(3, *POSITIONS, VOCABULARY) + bias)
-    ours = page("recipes")["soft_cross_entropy"]
-    assert_loss(
-        lambda x, head, **o: ours(x, head, targets, **o),
-        lambda logits: soft_labels(logits, targets),
-        *(x, head, bias, where),
-    )
-
-
-@each_kind
-def test_grpo(logits):
-    """The ratios of probabilities are below, between and above the clipping bounds."""
+def recipe_case(name, logits):
+    """Return the arguments of `assert_loss` for a recipe and a kind of logits."""
     x, head, bias, labels, where = layer(logits)
     log_prob = at(jax.nn.log_softmax(x @ head + bias), labels)
-    old, reference = (log_prob + 0.3 * normal(seed, *POSITIONS) for seed in (4, 5))
-    rows = labels, old, reference, normal(6, *POSITIONS)
-    ours = page("recipes")["grpo_loss"]
-    assert_loss(
-        lambda x, head, **o: ours(x, head, *rows, bonus=0.01, **o),
-        lambda logits: grpo(logits, *rows),
-        *(x, head, bias, where),
-    )
-    ratios = np.exp(np.asarray(log_prob - old))
+    given, theirs = {}, None
+    match name:
+        case "smoothed_cross_entropy":
+            rows, theirs = [labels], smoothing
+        case "focal_loss":
+            rows, theirs = [labels], focal
+        case "soft_cross_entropy":
+            rows, theirs = [jax.nn.softmax(normal(3, *POSITIONS, VOCABULARY) + bias)], soft_labels
+        case "grpo_loss":
+            rows = [labels, *old_and_reference(log_prob), normal(6, *POSITIONS)]
+            theirs, given = grpo, {"bonus": 0.01}
+        case "jensen_shannon":
+            rows = [normal(7, *POSITIONS, 12), normal(8, 12, VOCABULARY), 0.3]
+
+            def theirs(logits, teacher_x, teacher_head, b):
+                of_teacher = (a.astype(logits.dtype) for a in (teacher_x, teacher_head))
+                return jensen_shannon(logits, jnp.matmul(*of_teacher), b)
+
+        case "dpo_loss":
+            x, labels, where = (a.reshape(2, 3, *a.shape[1:]) for a in (x, labels, where))
+            log_prob = jnp.where(where, log_prob.reshape(where.shape), 0).sum(-1)
+            rows = [labels, log_prob + normal(9, 2, 3), where]
+
+            def theirs(logits, labels, reference, where):
+                log_prob = jnp.where(where, at(log_softmax(logits), labels), 0).sum(-1)
+                chosen, rejected = log_prob - reference
+                loss = jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))).mean()
+                return jnp.full(where.shape, loss)
+
+        case "several_heads_loss":
+            x, rows = jnp.stack([x, normal(10, *x.shape)]), [labels]
+            where = jnp.stack([jnp.arange(16) < 15 - k for k in range(2)])[:, None]
+            where = jnp.broadcast_to(where, x.shape[:-1])
+            weights = where * jnp.array([1, 0.5])[:, None, None]
+
+            def theirs(logits, tokens):
+                labels = jnp.stack([jnp.roll(tokens, -k - 1, -1) for k in range(2)])
+                return -at(log_softmax(logits), labels) * weights * where.sum() / weights.sum()
+
+    def ours(x, head, **options):
+        if name in ("dpo_loss", "several_heads_loss"):  # They have their own masks.
+            del options["where"]
+        return page("recipes")[name](x, head, *rows, **given, **options)
+
+    return ours, lambda logits: theirs(logits, *rows), x, head, bias, where
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("smoothed_cross_entropy", "focal_loss", "soft_cross_entropy", "grpo_loss"),
+        *("jensen_shannon", "dpo_loss", "several_heads_loss"),
+    ],
+)
+def test_losses_of_positions(name, logits):
+    assert_loss(*recipe_case(name, logits))
+
+
+def test_ratios_of_grpo():
+    """The test above has ratios of probabilities below, between and above the clipping bounds."""
+    old, _ = old_and_reference(0.0)
+    ratios = np.exp(-np.asarray(old))
     assert ratios.min() < 0.8 < 1.2 < ratios.max()
     assert 0.1 < np.mean((ratios > 0.8) & (ratios < 1.2)) < 0.9
-
-
-@each_kind
-def test_jensen_shannon(logits):
-    x, head, bias, _, where = layer(logits)
-    teacher_x, teacher_head = normal(7, *POSITIONS, 12), normal(8, 12, VOCABULARY)
-    ours = page("recipes")["jensen_shannon"]
-    assert_loss(
-        lambda x, head, **o: ours(x, head, teacher_x, teacher_head, 0.3, **o),
-        lambda logits: jensen_shannon(
-            logits, teacher_x.astype(logits.dtype) @ teacher_head.astype(logits.dtype)
-        ),
-        *(x, head, bias, where),
-    )
 
 
 @pytest.mark.parametrize("b", [0.0, 1.0])
@@ -435,47 +448,6 @@ def test_the_ends_of_the_jensen_shannon_divergence(b):
     value, gradient = jax.value_and_grad(ours, 1)(x, head, teacher_x, teacher_head, b)
     for a in (value, gradient):
         np.testing.assert_array_equal(a, 0)
-
-
-@each_kind
-def test_dpo(logits):
-    x, head, bias, labels, where = layer(logits)
-    x, labels, where = (a.reshape(2, 3, *a.shape[1:]) for a in (x, labels, where))
-    reference = jnp.where(where, at(jax.nn.log_softmax(x @ head + bias), labels), 0).sum(-1)
-    reference = reference + normal(9, 2, 3)
-    ours = page("recipes")["dpo_loss"]
-
-    def theirs(logits):
-        log_prob = jnp.where(where, at(log_softmax(logits), labels), 0).sum(-1)
-        chosen, rejected = log_prob - reference
-        loss = jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))).mean()
-        return jnp.full(where.shape, loss)
-
-    assert_loss(
-        lambda x, head, **o: ours(x, head, labels, reference, o.pop("where"), **o),
-        theirs,
-        *(x, head, bias, where),
-    )
-
-
-@each_kind
-def test_several_heads(logits):
-    x, head, bias, tokens, _ = layer(logits)
-    xs = jnp.stack([x, normal(10, *x.shape)])
-    where = jnp.stack([jnp.arange(16) < 15 - k for k in range(2)])[:, None]
-    where = jnp.broadcast_to(where, xs.shape[:-1])
-    weights = where * jnp.array([1, 0.5])[:, None, None]
-    ours = page("recipes")["several_heads_loss"]
-
-    def theirs(logits):
-        labels = jnp.stack([jnp.roll(tokens, -k - 1, -1) for k in range(2)])
-        return -at(log_softmax(logits), labels) * weights * where.sum() / weights.sum()
-
-    def recipe(xs, head, where, **options):
-        del where  # The recipe has its own mask.
-        return ours(xs, head, tokens, **options)
-
-    assert_loss(recipe, theirs, xs, head, bias, where)
 
 
 def top_k_of_a_teacher():
@@ -608,28 +580,3 @@ def test_padding_makes_a_norm_batch_invariant():
     expected = np.asarray(norm(64, x))
     for rows in (1, 2, 7, 32):
         np.testing.assert_array_equal(norm(64, x[:rows]), expected[:rows])
-
-
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
-def test_a_vocabulary_that_is_split(axis_type):
-    """With a split vocabulary, losses are the same, and gradients are sharded like the weight."""
-    mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(axis_type,) * 2)
-    x, head, labels = normal(0, 4, 8, WIDTH), normal(1, WIDTH, VOCABULARY), labels_of(4, 8)
-
-    def placed(array, *axes):
-        sharding = jax.sharding.NamedSharding(mesh, jax.P(*axes))
-        return jax.device_put(array, sharding)
-
-    def plain(x, head):
-        logp = jax.nn.log_softmax(x @ head)
-        return -jnp.take_along_axis(logp, labels[..., None], -1).mean()
-
-    arrays = placed(x, "data"), placed(head, None, "vocab"), placed(labels, "data")
-    gradient = jax.jit(jax.grad(jaxnorm.linear_softmax_cross_entropy, argnums=(0, 1)))
-    loss = jax.jit(jaxnorm.softmax_cross_entropy_with_integer_labels)
-    with jax.set_mesh(mesh):
-        gradients = gradient(*arrays)
-        losses = loss(placed(x @ head, "data", None, "vocab"), arrays[2])
-    assert gradients[1].sharding.is_equivalent_to(arrays[1].sharding, 2)
-    assert_close(gradients, jax.grad(plain, argnums=(0, 1))(x, head))
-    assert_close(losses.mean(), plain(x, head))

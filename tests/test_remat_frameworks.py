@@ -1,8 +1,8 @@
 """auto_remat for Flax's nnx and linen, and for equinox."""
 
 import functools
-import importlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 from remat_cases import COLS, LAYERS, ROWS, W, X, assert_same
 
+import jaxnorm.equinox
 import jaxnorm.linen
 import jaxnorm.nnx
 
@@ -90,25 +91,6 @@ def test_nnx(of, budget):
     ours = run(functools.partial(jaxnorm.nnx.auto_remat, budget=budget))
     for a, b in zip(ours, run(lambda f: f), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_nnx_in_a_training_step():
-    graph, state = nnx.split(NnxBlock(nnx.Rngs(0)))
-
-    def run(remat):
-        block = nnx.merge(graph, jax.tree.map(jnp.asarray, state))
-
-        @nnx.jit
-        def step(block, x):
-            loss, gradients = nnx.value_and_grad(remat(lambda b, x: jnp.sum(b(x) ** 2)))(block, x)
-            weights = nnx.state(block, nnx.Param)
-            nnx.update(block, jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients))
-            return loss
-
-        losses = [step(block, X) for _ in range(2)]
-        return [*losses, block.norm.mean[...], block.calls[...]]
-
-    assert_same(lambda: run(jaxnorm.nnx.auto_remat), lambda: run(lambda f: f))
 
 
 class LinenBlock(linen.Module):
@@ -214,8 +196,7 @@ def test_linen_parameters_are_those_of_nn_remat():
 @pytest.mark.parametrize("place", ["model", "loss", "layers"])
 def test_equinox(place, budget):
     """Gradients and statistics are those without `auto_remat`, even if the layers are wrapped."""
-    eqx = pytest.importorskip("equinox")
-    auto = functools.partial(importlib.import_module("jaxnorm.equinox").auto_remat, budget=budget)
+    auto = functools.partial(jaxnorm.equinox.auto_remat, budget=budget)
 
     class Block(eqx.Module):
         linear: eqx.Module
@@ -249,13 +230,10 @@ def test_equinox(place, budget):
 
 
 def test_equinox_methods():
-    eqx = pytest.importorskip("equinox")
-    auto = importlib.import_module("jaxnorm.equinox").auto_remat
-
     class Layer(eqx.Module):
         w: jax.Array
 
-        @auto
+        @jaxnorm.equinox.auto_remat
         def __call__(self, x):
             return jnp.sum(jax.nn.silu(x @ self.w) * jnp.sin(x))
 
@@ -263,4 +241,4 @@ def test_equinox_methods():
     plain = jax.grad(lambda w: jnp.sum(jax.nn.silu(X @ w) * jnp.sin(X)))
     assert_same(lambda: gradient.w, lambda: plain(W[0]))
     with pytest.raises(ValueError, match=r"^jaxnorm.auto_remat: budget=-1"):
-        auto(Layer(W[0]), budget=-1)
+        jaxnorm.equinox.auto_remat(Layer(W[0]), budget=-1)

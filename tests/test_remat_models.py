@@ -1,23 +1,35 @@
 """auto_remat of the twelve models of the benchmarks: gradients, operations, and the docs' table."""
 
 import collections
+import dataclasses
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 import reference
-from test_models import CONFIGURATIONS, hugging_face, transformers
+from remat_cases import assert_fits, assert_same
+from test_models import CONFIGURATIONS, hugging_face
 
 import jaxnorm
-from benchmarks.remat_models import measure, policies
+from benchmarks.remat_models import language, measure, policies
 from benchmarks.remat_models.__main__ import PAGE
 from benchmarks.remat_models.measure import CASES
 from benchmarks.remat_models.policies import POLICIES
 
-__all__ = ["transformers"]  # a fixture
 # Models whose plans take less than three seconds.
 QUICK = ("GPT-2", "Llama 3.2 1B", "Qwen 3 8B", "Mixtral 8x7B")
+# Names of models whose layers can also be unrolled.
+UNROLLED = {"GPT-2": "gpt2-small", "Llama 3.2 1B": "llama-1b", "Qwen 3 8B": "llama-1b-qk"}
+
+
+def unrolled(name, layers, dtype="bfloat16", batch=2, seq=128):
+    """Return the program of a small model whose layers are unrolled."""
+    sizes = {"width": 64, "hidden": 256, "heads": 4, "kv_heads": 4 if name == "GPT-2" else 1}
+    sizes |= {"layers": layers, "vocabulary": 64, "batch": batch, "seq": seq}
+    model = language.model(dtype, UNROLLED[name], **sizes)
+    return language.of_model(dataclasses.replace(model, layers="unrolled"))
 
 
 def arguments(program):
@@ -31,14 +43,19 @@ def double(tree):
 
 
 @pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.parametrize("name", CASES)
-def test_gradients(name):
-    """Gradients are as accurate as plain JAX's, and XLA's program repeats no costly operation."""
+@pytest.mark.parametrize(
+    ("name", "budget"), [*((name, None) for name in CASES), *((name, 0.3) for name in UNROLLED)]
+)
+def test_gradients(name, budget):
+    """Gradients are as accurate as plain JAX's.
+
+    Without a budget, XLA's program repeats no costly operation.
+    """
     program = CASES[name].small_program()
     given = arguments(program)
     compiled = [
         jax.jit(jax.grad(f)).lower(*given).compile()
-        for f in (jaxnorm.auto_remat(program.loss), program.loss)
+        for f in (jaxnorm.auto_remat(program.loss, budget=budget), program.loss)
     ]
     ours, theirs = (f(*given) for f in compiled)
     with jax.enable_x64(True):
@@ -46,7 +63,7 @@ def test_gradients(name):
         expected = jax.jit(jax.grad(exact.loss))(*double(given))
     reference.assert_as_accurate(ours, theirs, expected)
     of_ours, of_theirs = (in_hlo(f.as_text()) for f in compiled)
-    assert not of_ours - of_theirs
+    assert bool(of_ours - of_theirs) == (budget is not None)
 
 
 def in_hlo(text):
@@ -58,6 +75,44 @@ def in_hlo(text):
 @pytest.mark.parametrize("name", CASES)
 def test_no_costly_operation_runs_twice(name):
     assert measure.repeated(CASES[name].small_program()) == {}
+
+
+@pytest.mark.parametrize("budget", [None, 0.2])
+@pytest.mark.parametrize("name", [*QUICK, "Gemma 2 2B", "DiT-XL/2"])
+def test_printed_plans(name, budget):
+    program = CASES[name].small_program("bfloat16")
+    plan = jaxnorm.remat_plan(program.loss, *measure.types(program), budget=budget)
+    assert_fits(plan)
+    if name == "Llama 3.2 1B" and budget is None:
+        _, by_hand = str(plan).split("the same by hand: ")
+        lines = re.sub(r" +\w+.py:\d+ +", "", by_hand).splitlines()
+        assert {'q = checkpoint_name(q, "q")', 'k = checkpoint_name(k, "k")'} <= {*lines}
+        assert "save_only_these_names(" in by_hand
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", ["GPT-2", "Llama 3.2 1B"])
+def test_unrolled_layers_need_less_memory(name):
+    """XLA neither merges the passes of unrolled layers, nor recomputes all layers at once."""
+    program = unrolled(name, 6)  # so that one layer is a small part
+    types = measure.types(program)
+    plan = jaxnorm.remat_plan(program.loss, *types)
+
+    def temp(f):
+        return jax.jit(jax.grad(f)).lower(*types).compile().memory_analysis().temp_size_in_bytes
+
+    auto = functools.partial(jaxnorm.auto_remat, program.loss)
+    assert temp(auto()) <= temp(program.loss) - (plan.default - plan.total)
+    assert temp(auto(budget=plan.frontier[-1].bytes)) < temp(auto())
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+def test_a_single_layer_need_not_save_anything():
+    program = unrolled("Llama 3.2 1B", 1, "float32", batch=1, seq=4)
+    given = arguments(program)
+    assert jaxnorm.remat_plan(program.loss, *given).frontier[-1].bytes == 0
+    ours = jax.jit(jax.grad(jaxnorm.auto_remat(program.loss, budget=0)))
+    assert_same(lambda: ours(*given), lambda: jax.grad(program.loss)(*given))
 
 
 @pytest.mark.parametrize(
@@ -76,10 +131,16 @@ def test_the_committed_policies(policy):
     )
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.goal is not None])
-def test_saved_activations(name):
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        *((name, case.of_layers) for name, case in CASES.items() if case.goal is not None),
+        *((name, functools.partial(unrolled, name)) for name in UNROLLED),
+    ],
+)
+def test_saved_activations(name, build):
     """A layer saves no more than an expert would choose by hand."""
-    activations, matrices = measure.per_layer(CASES[name].of_layers, jaxnorm.auto_remat)
+    activations, matrices = measure.per_layer(build, jaxnorm.auto_remat)
     assert activations <= CASES[name].goal
     assert matrices <= measure.MATRICES
 
@@ -87,12 +148,12 @@ def test_saved_activations(name):
 @pytest.mark.models
 @pytest.mark.filterwarnings("ignore")  # Old packages cause warnings.
 @pytest.mark.parametrize("name", [*CONFIGURATIONS])
-def test_hugging_face(transformers, name):
+def test_hugging_face(name):
     """The models are unchanged: layers are unrolled, and attention is in plain JAX."""
     tokens = jax.random.randint(jax.random.key(0), (8, 16), 0, 64)
 
     def gradient(dtype, remat):
-        model = hugging_face(transformers, name, dtype)
+        model = hugging_face(name, dtype)
 
         def loss(params):
             return jnp.sum(jnp.sin(model(tokens, params=params).last_hidden_state))

@@ -7,10 +7,18 @@ uncommitted; the types of uncommitted arrays do not contain the mesh.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from functions import BASIC, FUNCTIONS, Sizes, floats_in, of_floats, operands_of, step_of
+from functions import (
+    BASIC,
+    FUNCTIONS,
+    Sizes,
+    floats_in,
+    gradients,
+    of_floats,
+    operands_of,
+    step_of,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import eight_devices, in_shards
@@ -24,11 +32,6 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 
 ROWS, COLS, CLASSES = 16, 64, 1000
 SIZES = Sizes((8, 2), COLS, CLASSES)
-LABELS = jnp.arange(ROWS) % CLASSES
-
-
-def normal(*shape):
-    return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
 
 
 def has_kernel(name):
@@ -163,48 +166,19 @@ def test_what_is_not_compiled(name, over):
 
 
 @eight_devices
-@pytest.mark.parametrize("name", BASIC)
-def test_second_derivatives(name):
-    run, operands = with_gradients(name)
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_a_mesh_without_devices(kind, monkeypatch):
+    """Programs for an `AbstractMesh` have kernels if its axes are Explicit, and none if Auto.
 
-    def second(*operands):
-        floats = [operands[i] for i in floats_in(operands)]
-        gradient = of_floats(lambda *a: run(*a)[1], operands)
-        return jax.jvp(gradient, floats, [*map(jnp.cos, floats)])[1]
-
-    expected = analyse(second, *operands)
-    mesh = mesh_of("eight")
-    with as_default(Kernels()), jax.set_mesh(mesh):
-        results = jax.jit(second)(*placed(operands, mesh, "others"))
-    assert_analysed(results, expected)
-
-
-@eight_devices
-def test_a_mesh_without_devices():
-    """Programs for an `AbstractMesh` contain kernels."""
-    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    function, operands = jaxnorm.rms_norm, operands_of("rms_norm", sizes=SIZES)
-    specs = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P())) for a in operands
-    ]
-    with as_default(Kernels()) as kernels:
-        jax.jit(function).trace(*specs).lower(lowering_platforms=("cpu",))
-        assert kernels.shapes == [(ROWS, COLS)]
-
-
-def test_a_mesh_without_devices_on_a_machine_with_one(monkeypatch):
-    """On a machine with one device, programs for an `AbstractMesh` with Auto axes can be lowered.
-
-    On a machine with several devices, lowering may fail: a call may need a partitioning rule, and
-    such a rule needs the devices of the mesh.
+    With Auto axes, lowering may fail on a machine with several devices: a call may need a
+    partitioning rule, and such a rule needs the devices of the mesh.
     """
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    whole = NamedSharding(mesh, P())
-    x = jax.ShapeDtypeStruct((ROWS, COLS), "float32", sharding=whole)
-    with as_default(Kernels()):
-        lowered = jax.jit(jaxnorm.rms_norm).trace(x).lower(lowering_platforms=("cpu",))
-    assert "custom_call" not in lowered.as_text()
+    monkeypatch.setattr(jax, "device_count", lambda: 8 if kind == "Explicit" else 1)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(getattr(AxisType, kind),))
+    x = jax.ShapeDtypeStruct((ROWS, COLS), "float32", sharding=NamedSharding(mesh, P("data")))
+    with as_default(Kernels()) as kernels:
+        jax.jit(jaxnorm.rms_norm).trace(x).lower(lowering_platforms=("cpu",))
+        assert kernels.shapes == ([(ROWS // 8, COLS)] if kind == "Explicit" else [])
 
 
 @pytest.mark.gpu
@@ -226,80 +200,64 @@ def test_kernels_on_a_mesh_of_gpus(name, place):
 # --------------------------------------------------------------- batches that a mesh axis splits
 
 BATCH = 8
-X, WEIGHT = normal(ROWS, COLS), normal(COLS, CLASSES)
-XS, WEIGHTS = normal(BATCH, ROWS, COLS), normal(BATCH, COLS, CLASSES)
-
-
-def linear_loss(x, w):
-    return jaxnorm.linear_softmax_cross_entropy(x, w, LABELS)
-
-
-def linear_losses(x, w):
-    losses = jaxnorm.linear_softmax_cross_entropy(x, w, LABELS, reduction="none")
-    return jnp.sum(jnp.sin(losses))
-
-
-def linear_log_prob(x, w):
-    return sum(
-        jnp.sum(jnp.sin(a)) for a in jaxnorm.linear_log_prob_and_entropy(x, w, LABELS, chunk=8)
-    )
-
-
-def linear_layer(x, w):
-    # Scale results to magnitude 1: the sine of a large number would amplify its rounding error.
-    return jnp.sum(jnp.sin(jaxnorm.rms_norm_linear(x, w / COLS**0.5)))
-
-
-both = {"argnums": (0, 1)}
-BATCHES = {
-    "gradient of each": (lambda f: jax.vmap(jax.grad(f, **both), (0, None)), XS, WEIGHT),
-    "a weight each": (lambda f: jax.vmap(f), XS, WEIGHTS),
-    "gradient of a weight each": (lambda f: jax.vmap(jax.grad(f, **both)), XS, WEIGHTS),
-    "one x": (lambda f: jax.vmap(jax.grad(f, **both), (None, 0)), X, WEIGHTS),
-    "gradient of all": (
-        lambda f: jax.grad(lambda x, w: jnp.sum(jax.vmap(f, (0, None))(x, w)), **both),
-        XS,
-        WEIGHT,
-    ),
-    "tangent": (lambda f: lambda x, w: jax.jvp(jax.vmap(f), (x, w), (x, w)), XS, WEIGHTS),
+LINEAR = ["linear_softmax_cross_entropy", "linear_softmax_cross_entropy of rows"]
+LINEAR += ["linear_log_prob_and_entropy", "rms_norm_linear"]
+# Functions of a batched function and its operands.
+RUNS = {
+    "gradients of all": lambda f, *a: gradients(f, (*range(len(a)),))(*a),
+    "tangents": lambda f, *a: jax.jvp(f, a, a)[1],
 }
 
 
 @functools.cache
-def of_whole_arrays(function, batch):
-    transform, x, w = BATCHES[batch]
-    return analyse(transform(function), x, w)
+def of_batch(name, batched, run):
+    """Return a program of a batched function, its operands, and its results with bounds.
+
+    `batched` has the indices of the operands with a batch axis: 0 for x, 1 for the weight.
+    """
+    operands = operands_of(name, sizes=SIZES)
+    dims = [0 if i in batched else None for i in range(len(operands))]
+    factors = (1 + np.arange(BATCH) / 8).astype(np.float32)
+    operands = [a if d is None else np.multiply.outer(factors, a) for a, d in zip(operands, dims)]
+    if run == "gradients of each":
+        program = jax.vmap(step_of(name), dims)
+    else:
+        function = of_floats(jax.vmap(FUNCTIONS[name].ours, dims), operands)
+        operands = [operands[i] for i in floats_in(operands)]
+        program = functools.partial(RUNS[run], function)
+    return program, operands, analyse(program, *operands)
 
 
-# The cases contain every pair of a function and a batch, every pair of a function and a sharding of
-# the weight, and every pair of a batch and a sharding.
-WEIGHTS_OVER = [P("data"), P("data", None, "model"), P("data", "model")]
-IN_SHARDS = [
-    pytest.param(function, batch, over, id=f"{function.__name__}-{batch}-{over}")
-    for function, batch, over in pairwise(
-        [linear_loss, linear_layer, linear_losses, linear_log_prob], [*BATCHES], WEIGHTS_OVER
-    )
-]
+def split(operands, batched, weight_over):
+    """Return the shardings of the operands: x, the weight, and others that are replicated."""
+    x = P("data") if 0 in batched else P("model")
+    weight = weight_over if 1 in batched else P(*weight_over[1:])
+    return [x, weight, *[P()] * (len(operands) - 2)]
 
 
 @eight_devices
-@pytest.mark.parametrize(("function", "batch", "weight_over"), IN_SHARDS)
-def test_a_batch_in_shards(function, batch, weight_over):
-    transform, x, w = BATCHES[batch]
+@pytest.mark.parametrize(
+    ("name", "batched", "run", "weight_over"),
+    pairwise(
+        LINEAR,
+        [(0,), (1,), (0, 1)],
+        ["gradients of each", *RUNS],
+        [P("data"), P("data", None, "model"), P("data", "model")],
+    ),
+)
+def test_a_batch_in_shards(name, batched, run, weight_over):
+    program, operands, expected = of_batch(name, batched, run)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    w_spec = weight_over if w.ndim == 3 else P(*weight_over[1:])
-    x_spec = P("data") if x.ndim == 3 else P("model")
     with jax.set_mesh(mesh):
-        sharded = in_shards((x, w), mesh, (x_spec, w_spec))
-        results = jax.tree.leaves(jax.jit(transform(function))(*sharded))
-    assert_analysed(results, of_whole_arrays(function, batch))
+        sharded = in_shards(operands, mesh, split(operands, batched, weight_over))
+        assert_analysed(jax.jit(program)(*sharded), expected)
 
 
 @eight_devices
 def test_a_batch_in_shards_before_a_manual_axis():
-    transform, x, w = BATCHES["gradient of a weight each"]
+    program, operands, expected = of_batch(LINEAR[0], (0, 1), "gradients of each")
     mesh = mesh_with_each_kind("Explicit Auto Auto")
     with jax.set_mesh(mesh):
-        inside = inside_last_axis(transform(linear_loss), mesh)
-        results = jax.tree.leaves(inside(*in_shards((x, w), mesh, [P("data")] * 2)))
-    assert_analysed(results, of_whole_arrays(linear_loss, "gradient of a weight each"))
+        inside = inside_last_axis(program, mesh)
+        sharded = in_shards(operands[:2], mesh, [P("data")] * 2)
+        assert_analysed(inside(*sharded, *operands[2:]), expected)

@@ -1,4 +1,4 @@
-"""Calls on meshes: values, shardings, collectives, training steps, exports, caches, manual axes.
+"""Calls on meshes: values, shardings, collectives, training steps, exports, manual axes.
 
 The mesh has eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel. The
 stand-in calls XLA's functions on two-dimensional arrays, and the partitioner cannot split it.
@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
-    KINDS,
     SHAPE,
     Case,
     check_values,
@@ -29,7 +27,6 @@ from meshes import (
     step,
 )
 from program_error import analyse, assert_analysed, assert_computes
-from programs import text_for_cuda
 from stand_in import Kernels, as_default
 
 import jaxnorm
@@ -61,7 +58,6 @@ def moved(compiled):
 
 # All ways to shard an array with three axes, and a vector, over a mesh with two axes.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
@@ -163,14 +159,6 @@ def test_vmap_of_a_sharded_call(kernels, kind):
     assert kernels is None or kernels.shapes == [(16, 64)]
 
 
-def test_donated_shards(kernels):
-    mesh = mesh_of(DATA, "auto")
-    _, x, scale = operands("rms_norm")
-    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
-    y = jax.jit(jaxnorm.rms_norm, donate_argnums=0)(sharded, scale)
-    assert_computes(y, jaxnorm.rms_norm, x, scale)
-
-
 def test_manual_axes_without_checks(kernels):
     """With check_vma=False, the caller sums parameters' gradients, as for any JAX function."""
     mesh = mesh_of(DATA, "manual")
@@ -262,42 +250,3 @@ def test_an_export_for_a_mesh_holds_no_kernel(kernels):
     y = jax.jit(restored.call)(jax.device_put(x, sharding))
     assert_computes(y, jaxnorm.softmax, x)
     assert kernels is None or not kernels.shapes
-
-
-@pytest.mark.parametrize("without_address", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
-    """Programs are found in the persistent compilation cache by another process.
-
-    Programs with kernels on Auto axes are an exception. They contain the address of a Python
-    function, and this address differs between processes. With a certain setting, JAX omits the
-    address from the cache's key.
-    """
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_remove_custom_partitioning_ptr_from_cache_key": without_address,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        for _ in range(2):
-            jax.clear_caches()
-            on_mesh(step("rms_norm"), operands("rms_norm"), DATA, kind)
-        entries = list(tmp_path.glob("jit_*run*-cache"))
-        misses = kernels is not None and kind == "auto" and not without_address
-        assert len(entries) == (2 if misses else 1)
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-
-def test_a_mesh_without_devices():
-    """For an `AbstractMesh` of Auto axes, a call is lowered to a program without kernels."""
-    mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    assert "mosaic" not in text_for_cuda(jaxnorm.softmax, x)

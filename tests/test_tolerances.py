@@ -21,7 +21,6 @@ EXCEPTIONS = {
     "test_memory_report_models.py": "advice promises its bytes to within 10 %",
     "test_memory_report_meshes.py": "a device has its part, but for small arrays",
     "test_multigpu.py": "the final losses of two trainings, which drift apart",
-    "test_own_norms_models.py": "models of other packages",
 }
 
 

@@ -90,27 +90,16 @@ def _is_array(value: Any) -> bool:
 def _text(value: Any) -> str:
     """Return a text that identifies a value: two values have the same text only if they are equal.
 
-    The text is the same in every process.
+    The text is the same in every process, because the values that are not arrays are numbers,
+    strings, dtypes, and records of these.
     """
-    match value:
-        case None | bool() | int() | float() | str():
-            return repr(value)
-        case jax.Ref():
-            return f"&{value.dtype.name}{[*value.shape]}"
-        case jax.Array() | jax.ShapeDtypeStruct():
-            return f"{value.dtype.name}{[*value.shape]}"
-        case np.dtype():
-            return value.name
-        case dict():
-            return "{" + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value)) + "}"
-        case tuple() if hasattr(value, "_asdict"):
-            return f"{type(value).__name__}{_text(value._asdict())}"
-        case tuple() | list():
-            return f"({', '.join(map(_text, value))})"
-        case _ if dataclasses.is_dataclass(value):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return f"{type(value).__name__}{_text(fields)}"
-    raise TypeError(f"a kernel's argument of type {type(value)} has no text of its own: {value!r}")
+    if isinstance(value, jax.Ref):
+        return f"&{value.dtype.name}{[*value.shape]}"
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return f"{value.dtype.name}{[*value.shape]}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value)
 
 
 # ------------------------------------------------------------------------------------- recording
@@ -187,15 +176,13 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         forward=of_contract(triton.forward, xla.forward),
         backward=of_contract(triton.backward, xla.backward),
     )
-    with (
-        _scheduled_for(gpu),
-        _patched(
-            (launch, "run", run),
-            (Call, "kernel", of_call),
-            (triton, "IMPLEMENTATION", of_xla),
-            (triton, "forward", of_xla.forward),
-            (triton, "backward", of_xla.backward),
-        ),
+    with _patched(
+        *_scheduled_for(gpu),
+        (launch, "run", run),
+        (Call, "kernel", of_call),
+        (triton, "IMPLEMENTATION", of_xla),
+        (triton, "forward", of_xla.forward),
+        (triton, "backward", of_xla.backward),
     ):
         yield
 
@@ -287,7 +274,8 @@ def replay(folder: Path) -> None:
         sys.modules.pop(name)
         if (other := others[name]) is not None:
             sys.modules[name] = other
-    _schedule_for(found["gpu"])
+    for module, name, local_gpu in _scheduled_for(found["gpu"]):
+        setattr(module, name, local_gpu)
 
 
 def replayed() -> list[Path]:
@@ -370,27 +358,12 @@ def sources() -> str:
     return hashlib.sha256(b"".join(t for t in texts if b"@triton.jit" in t)).hexdigest()
 
 
-@contextlib.contextmanager
-def _scheduled_for(gpu: tuple[int, int, int]) -> Iterator[None]:
-    before = importlib.import_module("jaxnorm_kernels.triton.launch").local_gpu
-    _schedule_for(gpu)
-    try:
-        yield
-    finally:
-        _set_local_gpu(before)
-
-
-def _schedule_for(gpu: Sequence[int]) -> None:
+def _scheduled_for(gpu: Sequence[int]) -> list[tuple[Any, str, Any]]:
+    """Return changes for `_patched` that choose schedules for a GPU of `GPUS`."""
     launch = importlib.import_module("jaxnorm_kernels.triton.launch")
-    capability, sms, smem = gpu
-    one = launch.Gpu(capability=capability, sms=sms, smem=smem)
-    _set_local_gpu(lambda: one)
-
-
-def _set_local_gpu(local_gpu: Any) -> None:
-    for name in ("launch", "schedule"):
-        module: Any = importlib.import_module(f"jaxnorm_kernels.triton.{name}")
-        module.local_gpu = local_gpu
+    schedule = importlib.import_module("jaxnorm_kernels.triton.schedule")
+    one = launch.Gpu(*gpu)
+    return [(module, "local_gpu", lambda: one) for module in (launch, schedule)]
 
 
 @contextlib.contextmanager

@@ -32,8 +32,6 @@ y = jaxnorm.rms_norm(x, eps=1e-5)  # type: ignore[call-arg]
 
 rngs = nnx.Rngs(0)
 norm = jaxnorm.nnx.RMSNorm(16, epsilon=1e-5, scale_offset=1.0, rngs=rngs)
-jaxnorm.nnx.RMSNorm(16, eps=1e-5, rngs=rngs)  # type: ignore[call-arg]
-jaxnorm.nnx.LayerNorm(16, implementation="cudnn", rngs=rngs)  # type: ignore[arg-type]
 same: jaxnorm.nnx.RMSNorm = jaxnorm.nnx.convert(norm, save="input")
 jaxnorm.nnx.convert(norm, implementation="cudnn")  # type: ignore[arg-type]
 with jaxnorm.linen.converted(implementation="xla", params={"norm": {"scale": x}}):

@@ -35,8 +35,8 @@ _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
 # For each kernel implementation, a function that takes ten times the compute capability of an
 # NVIDIA GPU, and returns True if the implementation is the default there.
 _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
-    "mosaic": lambda capability: capability in (90, 100),
-    "triton": lambda capability: capability >= 80 and capability not in (90, 100),
+    "mosaic": lambda capability: capability == 90,
+    "triton": lambda capability: capability >= 80 and capability != 90,
 }
 
 # Maps a direction to the word that error messages use for the pass.
@@ -148,7 +148,8 @@ def _warn_once(name: str, platform: str, refusal: str, is_preferred: bool) -> No
     capability = launching.local_capability() if platform == "cuda" else None
     if capability is None or name in _warned:
         return
-    if not (is_default_on(name, capability) or is_preferred):
+    is_default = name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
+    if not (is_default or is_preferred):
         return
     _warned.add(name)
     on_this_gpu = f"the default on this GPU (compute capability {capability / 10})"
@@ -200,14 +201,6 @@ def _described(error: Exception, name: str) -> str:
     )
 
 
-def is_default_on(name: str, capability: int) -> bool:
-    """Return True if the implementation `name` is the default on NVIDIA GPUs of this capability.
-
-    `capability` is ten times the compute capability, such as 90 for compute capability 9.0.
-    """
-    return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
-
-
 def refuse(
     function: str, name: str, direction: Direction, shape: tuple[int, int], refusal: str | None
 ) -> None:
@@ -240,24 +233,12 @@ def check_platforms(function: str, name: str, platforms: Sequence[str]) -> None:
 
 def importable(platform: str) -> tuple[str, ...]:
     """Return the names of the kernel implementations that can be imported and run on a platform."""
-    return tuple(name for name in _candidates(platform) if absence(name, platform) is None)
-
-
-def absence(name: str, platform: str) -> str | None:
-    """Return the reason why the implementation `name` never runs on a platform by default.
-
-    The result is None if this implementation may run there.
-    """
-    if name == "xla":
-        return None
-    if name not in _CANDIDATES.get(platform, ()):
-        has_it = [place for place, candidates in _CANDIDATES.items() if name in candidates]
-        return f"its kernels are for {' and '.join(has_it)}"
-    try:
-        implementation(name)
-    except ImportError as error:
-        return f"it cannot be imported: {error}"
-    return None
+    found = []
+    for name in _candidates(platform):
+        with contextlib.suppress(ImportError):
+            implementation(name)
+            found.append(name)
+    return tuple(found)
 
 
 def implementation(name: str) -> Implementation:

@@ -22,7 +22,7 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Operands, Residuals, Results, takes_no_inner
 from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, PARAMETERS, Kind, Op
-from jaxnorm_kernels.specs import Direction, Name, NormOptions, Options, SoftmaxOptions, Spec
+from jaxnorm_kernels.specs import Direction, Name, Options, Spec
 
 Arrays = Sequence[jax.Array]
 #: A function that computes one pass of a call. It takes the pass's arrays as positional arguments
@@ -100,9 +100,8 @@ class Call:
         # `op` is None if the function lacks a variant, such as the one for several labels. The
         # callers have checked that the function has the variant.
         assert op is not None
-        results, options = (*OPERATIONS[op].results,), _of_view(options, view)
-        spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, results, options, axes=view.axes)
-        return cls.of(function, spec, view, implementation)
+        spec = Spec(op, "fwd", view.rows, view.cols, *dtypes, (*OPERATIONS[op].results,), options)
+        return cls.of(function, spec, view, implementation).with_view(view)
 
     def __str__(self) -> str:
         """Return a short description of the call, which appears in printed jaxprs."""
@@ -202,36 +201,6 @@ class Call:
             changes["logits_bias_dtype"] = None
         return self.replaced(direction="bwd", outputs=outputs, wrt=wrt, **changes)
 
-    @_once
-    def with_gradient(self, gradient_dtype: np.dtype) -> "Call":
-        """Return the forward pass of a loss, extended to also return the gradient of the logits x.
-
-        The extended pass takes the operands of the forward pass, followed by the cotangents of the
-        forward pass's results.
-        """
-        outputs = (*self.spec.operation.results,)
-        return self.replaced(outputs=outputs, wrt=("x",), gradient_dtype=gradient_dtype)
-
-    def in_two_passes(self, bind: Run, *arrays: jax.Array) -> list[jax.Array]:
-        """Run this call, a result of `with_gradient`, as a forward and a backward pass.
-
-        ``bind(call, *arrays)`` runs a pass. Unlike all other functions, this one binds primitives
-        during lowering. Only then is it known on which platform the call runs, and whether one
-        kernel runs both passes. On an H100, two kernels take 0.47 ms for 4096 rows of 50264 logits,
-        and one kernel takes 0.38 ms. In GPT-2 small's linear loss (768 features), the three matmuls
-        take at least 0.96 ms, so two kernels make the loss 5 to 7 % slower than one.
-        """
-        count = len(self.primals)
-        forward = self.replaced(wrt=(), gradient_dtype=None).with_stats()
-        by_name = dict(zip(self.primals, arrays))
-        by_name |= dict(zip(forward.returns, bind(forward, *arrays[:count])))
-        by_name["saved"] = by_name[self.spec.starts_from]
-        dtype = self.spec.dx_dtype
-        backward = forward.backward(self.wrt, self.spec.outputs, gradient_dtype=dtype)
-        residuals = [by_name[name] for name in backward.residual_names]
-        gradients = bind(backward, *residuals, *arrays[count:])
-        return [*(by_name[name] for name in self.spec.outputs), *gradients]
-
     def gradient(self) -> "Call":
         """Return the backward pass that takes the cotangents of all results of this forward pass.
 
@@ -248,8 +217,10 @@ class Call:
 
         This method is used for a shard of x, and for an x with an additional batch axis.
         """
-        sizes = {"rows": view.rows, "cols": view.cols, "axes": view.axes}
-        return self.replaced(view=view, options=_of_view(self.spec.options, view), **sizes)
+        sizes: dict[str, Any] = {"rows": view.rows, "cols": view.cols, "axes": view.axes}
+        if self.spec.is_softmax:
+            sizes["logits_bias_shape"] = view.logits_bias
+        return self.replaced(view=view, **sizes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
         """Cast a parameter to the arithmetic dtype; return the new call and the cast parameter.
@@ -295,24 +266,6 @@ class Call:
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.also_saved))
 
     @functools.cached_property
-    def _in_place(self) -> frozenset[str]:
-        """Names of the operands and results that need not be copied for a kernel.
-
-        A kernel requires aligned arrays. An array may be a slice of another array and therefore
-        unaligned, so jaxnorm copies most arrays. Two kinds of arrays are aligned without such a
-        copy:
-
-        - Residuals that the forward pass computes for the backward pass. A loop over layers may
-          stack them, so that the kernel gets a slice of the stack. If such a slice is not aligned,
-          XLA itself copies it to an aligned array.
-        - The arrays of a linear loss. The code of the linear loss aligns them.
-        """
-        if self.primitives is not None and self.spec.is_loss:
-            return frozenset((*self.takes, *self.returns))
-        saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
-        return frozenset((*saved, *self.spec.statistics))
-
-    @functools.cached_property
     def residuals(self) -> int:
         """Number of residuals. They are the first operands of the tangent and backward passes."""
         return len(self.residual_names)
@@ -331,10 +284,10 @@ class Call:
         """
         match self.spec.direction:
             case "fwd":
-                return (*self.primals, *(self.spec.outputs if self.wrt else ()))
+                return self.primals
             case "tan":
                 return (*self.residual_names, *self.spec.wrt)
-            case "bwd":
+            case _:
                 return (*self.residual_names, *self.spec.outputs)
 
     @functools.cached_property
@@ -344,11 +297,9 @@ class Call:
         A tangent has the name of its result, and a gradient has the name of its operand.
         """
         match self.spec.direction:
-            case "fwd":
-                return self.spec.outputs + self.spec.wrt
-            case "tan":
+            case "fwd" | "tan":
                 return self.spec.outputs
-            case "bwd":
+            case _:
                 return self.spec.wrt
 
     @functools.cached_property
@@ -411,18 +362,6 @@ class Call:
         """Return the reason why the implementation `name` cannot run the call, or None."""
         return backends.implementation(name).why_unsupported(self.as_seen_by(name))
 
-    def is_scattered(self, name: str) -> bool:
-        """Return True if no kernel of the implementation `name` can use the call's parameters."""
-        return self.spec.is_norm and self.as_seen_by(name).norm.scattered
-
-    def has_one_kernel(self, name: str) -> bool:
-        """Return True if the implementation `name` can run both passes of the call in one kernel.
-
-        The two passes are the forward and the backward pass.
-        """
-        is_available = backends.implementation(name).both is not None
-        return is_available and self.refusal(name) is None
-
     def check_implementation(self) -> None:
         """Raise ValueError if the user requested an implementation that cannot run the call."""
         if (name := self.implementation) is not None:
@@ -434,7 +373,9 @@ class Call:
         """The spec of the call for arrays that are reshaped to ``(rows, cols)``."""
         spec, view = self.spec, self.view
         if spec.is_norm:
-            changes: dict[str, Any] = {"table_rows": view.shared("table")}
+            groups = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
+            changes: dict[str, Any] = {name: n or 1 for name, n in groups.items()}
+            changes |= {"table_rows": view.shared("table"), "scattered": None in groups.values()}
         else:
             changes = {"mask_rows": view.shared("mask")}
         if spec.is_softmax:
@@ -466,8 +407,6 @@ class Call:
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
         """Run the xla implementation on the arrays in their own shapes, without reshaping them."""
-        if self.spec.returns_both:
-            return self.in_two_passes(Call.xla, *arrays)
         return self._run("xla", self.spec, arrays)
 
     def kernel(self, name: str) -> Run:
@@ -492,13 +431,19 @@ class Call:
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
         """Return the arrays, each in a buffer that is not part of another array's buffer.
 
-        A kernel needs aligned arrays, and a slice of another array may be unaligned. Arrays in
-        `_in_place` are returned unchanged. All arrays for xla are also returned unchanged, because
-        xla needs no alignment.
+        A kernel needs aligned arrays, and a slice of another array may be unaligned, so most arrays
+        are copied. There are three exceptions:
+
+        - xla needs no alignment.
+        - The code of a linear loss aligns its arrays.
+        - Residuals that the forward pass computes for the backward pass are aligned. A loop over
+          layers may stack them, so that the kernel gets a slice of the stack. If such a slice is
+          not aligned, XLA itself copies it to an aligned array.
         """
         if name == "xla" or (self.primitives is not None and self.spec.is_loss):
             return [*arrays]
-        in_place = self._in_place
+        saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
+        in_place = (*saved, *self.spec.statistics)
         return [
             a if n in in_place else launching.own_buffer(a)
             for n, a in zip(names, arrays, strict=True)
@@ -516,12 +461,7 @@ class Call:
         if spec.direction == "bwd":
             gradients = implementation.backward(Residuals(**first), cotangents, spec)
             return [getattr(gradients, name) for name in spec.wrt]
-        operands = Operands(**first)
-        if not spec.returns_both:
-            return self._picked(implementation.forward(operands, spec))
-        assert implementation.both is not None  # `row_operations` runs two passes otherwise
-        results, gradients = implementation.both(operands, cotangents, spec)
-        return [*self._picked(results), *(getattr(gradients, name) for name in spec.wrt)]
+        return self._picked(implementation.forward(Operands(**first), spec))
 
     def _fields(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
         """Return the arrays as fields of `Operands`, `Residuals` or `Results`, in a dict.
@@ -535,18 +475,6 @@ class Call:
     def _picked(self, results: Results) -> list[jax.Array]:
         by_name = {**results._asdict(), **dict(zip(self.spec.statistics, results.stats))}
         return [array for name in self.spec.outputs if (array := by_name[name]) is not None]
-
-
-def _of_view(options: Options, view: RowView) -> Options:
-    """Return the options with the fields that depend on the shapes of the operands."""
-    match options:
-        case NormOptions():
-            groups: dict[str, Any] = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
-            return dataclasses.replace(options, scattered=view.scattered, **groups)
-        case SoftmaxOptions():
-            return dataclasses.replace(options, logits_bias_shape=view.logits_bias)
-        case _:
-            return options
 
 
 def _is_not_table(operand: str) -> bool:

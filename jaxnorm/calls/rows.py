@@ -14,8 +14,8 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.operations import PARAMETERS, Kind
-from jaxnorm_kernels.specs import Shared
 
 #: The kinds of operands that have all axes of x, with size 1 where they are broadcast.
 BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
@@ -147,26 +147,15 @@ class RowView:
         """
         return any(self.shape_of(kind) != self.normalised for kind in PARAMETERS)
 
-    @functools.cached_property
-    def scattered(self) -> bool:
-        """True if a parameter cannot be reshaped to ``(groups, cols)``, as kernels need it.
-
-        The array ``(groups, cols)`` has one row for each group of adjacent rows of x. There is no
-        such array if the rows that share a value are not adjacent, or if the parameter is broadcast
-        along a normalised axis.
-        """
-        return any(self._groups(kind) is None for kind in PARAMETERS)
-
     @_once
-    def groups(self, kind: Kind) -> int:
+    def groups(self, kind: Kind) -> int | None:
         """Return the number of groups of rows of x for which a parameter has separate values.
 
         The rows of a group are consecutive. If all rows use the same values, the result is 1. It is
-        also 1 if the parameter cannot be reshaped to ``(groups, cols)`` (see `scattered`).
+        None if the parameter cannot be reshaped to ``(groups, cols)``, as kernels need it: because
+        the rows that share a value are not consecutive, or because the parameter is broadcast along
+        a normalised axis.
         """
-        return self._groups(kind) or 1
-
-    def _groups(self, kind: Kind) -> int | None:
         lead, columns = self._parts(kind)
         is_whole = columns == self.normalised
         return _leading(lead, self._sizes(self.others)) if is_whole else None
@@ -292,7 +281,7 @@ class RowView:
                 return a.reshape(self.rows, *self.candidates)
             case "scale" | "bias" | "branch_scale":
                 inner_groups = self.inner_groups(kind) if strided else None
-                groups = inner_groups or self.groups(kind)
+                groups = inner_groups or self.groups(kind) or 1
                 length = self.cols if inner_groups is None else self.inner
                 return a.reshape(length if groups == 1 else (groups, length))
         if strided and self.strided is not None:

@@ -62,23 +62,17 @@ def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array, *, groups: 
 
     If `groups` is True, key and value may have fewer heads than query.
     """
-    shapes = [a.shape for a in (query, key, value)]
-    expected = None
-    if len({len(shape) for shape in shapes}) > 1 or query.ndim < 3:
-        expected = "three arrays (batch..., length, heads, depth) of equal rank"
-    elif len({shape[:-3] for shape in shapes}) > 1:
-        expected = "equal batch axes"
-    elif key.shape[-3] != value.shape[-3]:
-        expected = "key and value of equal length (axis -3)"
-    elif query.shape[-1] != key.shape[-1]:
-        expected = "query and key of equal depth (axis -1)"
-    elif not groups and len({shape[-2] for shape in shapes}) > 1:
-        expected = "equal numbers of heads (axis -2)"
-    elif any(query.shape[-2] % shape[-2] for shape in shapes):
-        expected = "numbers of heads (axis -2) of key and value that divide query's"
-    if expected is not None:
-        got = "query {}, key {}, value {}".format(*shapes)
-        raise ValueError(f"dot_product_attention: got {got}; expected {expected}")
+    shapes = q, k, v = query.shape, key.shape, value.shape
+    fits = len(q) == len(k) == len(v) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3] == v[-3]
+    fits = fits and q[-1] == k[-1]
+    fits = fits and all(q[-2] % a[-2] == 0 if groups else q[-2] == a[-2] for a in (k, v))
+    if not fits:
+        heads = "numbers of heads of key and value that divide query's" if groups else "equal heads"
+        raise ValueError(
+            "dot_product_attention: got query {}, key {}, value {}; expected ".format(*shapes)
+            + "three arrays (batch..., length, heads, depth) of equal rank with equal batch axes, "
+            f"key and value of equal length, query and key of equal depth, and {heads}"
+        )
 
 
 def masked_softmax(

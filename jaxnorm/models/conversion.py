@@ -7,15 +7,17 @@ both kinds, with the reasons.
 """
 
 import collections
+import contextlib
 import copyreg
 import functools
+import importlib.util
 import inspect
 import logging
 import pickle
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,27 +28,18 @@ from jaxnorm.tools import check_params
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 
-def arguments_of[**P](
-    base: type, settings: Callable[..., None]
-) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Return a decorator that shows the arguments of `base` in the signature of an ``__init__``.
+@contextlib.contextmanager
+def needed(package: str, by: str) -> Iterator[None]:
+    """Raise ImportError, with the command that installs a package, if it is not installed.
 
-    The decorated ``__init__`` has ``**fields`` in place of the arguments of `base`. The decorator
-    makes `inspect.signature` and ``help`` list these arguments, with the defaults in the installed
-    version of Flax or equinox. The keyword arguments of `settings` and of the decorated
-    ``__init__`` are listed as well.
+    Inside this context, a module imports the package. `by` says which modules need it.
     """
-
-    def with_signature(init: Callable[P, None]) -> Callable[P, None]:
-        shown = dict(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
-        shown = {name: p for name, p in shown.items() if p.kind is not p.VAR_KEYWORD}
-        for function in (settings, init):
-            own = inspect.signature(function).parameters
-            shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
-        vars(init)["__signature__"] = inspect.Signature([*shown.values()])
-        return init
-
-    return with_signature
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(
+            f"{by}, which is not installed; "
+            f'install it, from a checkout of jaxnorm, with: pip install -e ".[{package}]"'
+        )
+    yield
 
 
 def are_known(parameters: Iterable[Any]) -> bool:
@@ -95,8 +88,44 @@ def _values(parameter: Any) -> np.ndarray | None:
     return parameter if is_known else None
 
 
-# The fields that jaxnorm's norm modules have in addition to the fields of Flax or equinox.
-SETTINGS = ("save", "implementation", "scale_offset")
+# The fields that jaxnorm's norm modules have in addition to the fields of Flax or equinox, with
+# their defaults.
+SETTINGS = {"save": "output", "implementation": None, "scale_offset": 0.0}
+
+
+def init_of(base: type, **added: Any) -> Any:
+    """Return an ``__init__`` with the arguments of `base`, a norm class of Flax or equinox.
+
+    It also has the keyword arguments `SETTINGS` and `added`, which become fields of the module.
+    `inspect.signature` and ``help`` list all arguments, with the defaults in the installed version
+    of Flax or equinox.
+    """
+    added = SETTINGS | added
+
+    def __init__(self: Any, *args: Any, **fields: Any) -> None:  # noqa: N807
+        for name, default in added.items():
+            setattr(self, name, fields.pop(name, default))
+        base.__init__(self, *args, **fields)  # type: ignore[misc]
+
+    shown = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+    keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    ours = [keyword(name, default=default) for name, default in added.items()]
+    theirs = [p for p in shown if p.kind is not p.VAR_KEYWORD]
+    vars(__init__)["__signature__"] = inspect.Signature([*theirs, *ours])
+    return __init__
+
+
+def check_offset(norm: Any, call: str, remedy: str) -> None:
+    """Raise ValueError if a norm that runs the package's own code has a scale_offset.
+
+    The package's code would ignore the offset. `call` says which call this is, and `remedy` what a
+    user can do about it.
+    """
+    if norm.scale_offset:
+        raise ValueError(
+            f"{type(norm).__name__}: scale_offset={norm.scale_offset} {call}, which adds no "
+            f"offset; {remedy}, or add the offset to the parameter"
+        )
 
 
 def settings_of(norm: Any) -> dict[str, Any]:
@@ -104,45 +133,30 @@ def settings_of(norm: Any) -> dict[str, Any]:
     return {name: getattr(norm, name) for name in SETTINGS}
 
 
-class Calls(dict[type, Callable[..., Any]]):
-    """The argument ``calls`` of a conversion: maps classes to functions that replace ``__call__``.
+def _checked(function: str, calls: Any, base: type, package: str) -> dict[type, Callable[..., Any]]:
+    """Return the argument ``calls`` of a conversion; raise TypeError or ValueError if it is wrong.
 
-    Two `Calls` are equal if they map the same classes to the same functions; see `identity`.
+    `function` is the name of the public function that converts a model, and `package` is the name
+    of a package, such as "equinox". Both are used in error messages. The keys of ``calls`` must be
+    subclasses of `base`, the package's base class of modules.
     """
-
-    def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
-        """Check the argument ``calls``; raise TypeError or ValueError if it is wrong.
-
-        `function` is the name of the public function that converts a model, and `package` is the
-        name of a package, such as "equinox". Both are used in error messages. The keys of ``calls``
-        must be subclasses of `base`, the package's base class of modules.
-        """
-        expected = (
-            f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
-        )
-        if not (calls is None or isinstance(calls, Mapping)):
-            raise TypeError(f"{function}: calls is a {type(calls).__name__}; {expected}")
-        super().__init__(calls or {})
-        for kind, replacement in self.items():
-            if not isinstance(kind, type):
-                raise TypeError(f"{function}: calls has the key {kind!r}, not a class; {expected}")
-            if not issubclass(kind, base):
-                raise ValueError(
-                    f"{function}: calls has {kind.__module__}.{kind.__qualname__}, which is not a "
-                    f"{package} module; {expected}"
-                )
-            if not callable(replacement):
-                raise TypeError(
-                    f"{function}: calls[{kind.__name__}] is a {type(replacement).__name__}; "
-                    "expected a function(module, *args, **kwargs)"
-                )
-        self._identities = frozenset((k, identity(f)) for k, f in self.items())
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(self._identities)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Calls) and self._identities == other._identities
+    expected = f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
+    if not (calls is None or isinstance(calls, Mapping)):
+        raise TypeError(f"{function}: calls is a {type(calls).__name__}; {expected}")
+    for kind, replacement in (calls or {}).items():
+        if not isinstance(kind, type):
+            raise TypeError(f"{function}: calls has the key {kind!r}, not a class; {expected}")
+        if not issubclass(kind, base):
+            raise ValueError(
+                f"{function}: calls has {kind.__module__}.{kind.__qualname__}, which is not a "
+                f"{package} module; {expected}"
+            )
+        if not callable(replacement):
+            raise TypeError(
+                f"{function}: calls[{kind.__name__}] is a {type(replacement).__name__}; "
+                "expected a function(module, *args, **kwargs)"
+            )
+    return dict(calls or {})
 
 
 # A function whose argument is a norm, and whose result is a reason (as text) or None.
@@ -197,7 +211,7 @@ class Report:
         library, _, name = function.partition(".")
         checks.one_of(name, "save", save, checks.SAVE_MODES)
         checks.implementation(name, implementation)
-        self.calls = Calls(name, calls, base, library)
+        self.calls = _checked(name, calls, base, library)
         self._function, self._classes = function, classes
         self._package = "equinox" if library == "equinox" else "Flax"
         self.save, self._implementation = save, implementation
@@ -320,12 +334,9 @@ class Report:
 def _adds_nothing(kind: type) -> bool:
     """Return True if a class has one base class, and an empty body: neither methods nor fields."""
     base, *others = kind.__bases__
-    empty = _empty_subclass(base)
-    names = vars(kind).keys() - vars(empty).keys()
-    fields, of_empty = (getattr(k, "__dataclass_fields__", {}).keys() for k in (kind, empty))
-    # Annotations that define no field have no effect.
-    is_empty = fields == of_empty and all(name.startswith("__annot") for name in names)
-    return is_empty and not others
+    names = vars(kind).keys() - vars(_empty_subclass(base)).keys()
+    # Annotations alone have no effect, because no code of the subclass reads new fields.
+    return not others and all(name.startswith("__annot") for name in names)
 
 
 @functools.cache
@@ -351,23 +362,36 @@ def identity(function: Any) -> Any:
     if isinstance(function, functools.partial):
         options = tuple(sorted(function.keywords.items()))
         return "partial", identity(function.func), _of_data((function.args, options))
-    if isinstance(function, types.MethodType):
-        return identity(function.__func__), id(function.__self__)
+    if isinstance(function, types.MethodType):  # Methods of one object are equal.
+        return function
     if not isinstance(function, types.FunctionType):
-        return id(function)
+        return _Same(function)
     try:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable of the enclosing function that is not set yet
-        return id(function)
+        return _Same(function)
     defaults = function.__defaults__, tuple(sorted((function.__kwdefaults__ or {}).items()))
-    return function.__code__, id(function.__globals__), _of_data((*defaults, *cells))
+    return function.__code__, _Same(function.__globals__), _of_data((*defaults, *cells))
 
 
 def _of_data(data: Any) -> Any:
     if isinstance(data, tuple):
         return tuple(map(_of_data, data))
     is_plain = data is None or isinstance(data, (bool, int, float, str))
-    return (type(data), data) if is_plain else id(data)
+    return (type(data), data) if is_plain else _Same(data)
+
+
+class _Same:
+    """An object that is compared by identity. It is kept alive, so that its id is not reused."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.of is other.of
 
 
 def with_call(kind: type, function: Callable[..., Any]) -> type:
@@ -425,15 +449,13 @@ def _reduced(made: type) -> tuple[Callable[..., type], tuple[Any, ...]]:
 # was derived, and the function that is called.
 _MADE_OF = "_jaxnorm_made_of"
 # A cache, so that equal models have equal classes, and `jax.jit` traces once. A key is a pair: the
-# original class, and the `identity` of the function, which may contain id() of objects. The cached
-# class keeps its function alive, and so these objects. Therefore, no id() in a key is reused.
+# original class, and the `identity` of the function.
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, Any], type] = weakref.WeakValueDictionary()
 
 _LOGGER = logging.getLogger("jaxnorm")
-if _LOGGER.level == logging.NOTSET:
-    # With Python's default level, no handler gets the lines of the level INFO. (If there is no
-    # handler, Python prints warnings only.)
-    _LOGGER.setLevel(logging.INFO)
+# With Python's default level, NOTSET, no handler gets the lines of the level INFO. (If there is no
+# handler, Python prints warnings only.)
+_LOGGER.setLevel(_LOGGER.level or logging.INFO)
 
 
 def listed(modules: Mapping[str, str]) -> str:

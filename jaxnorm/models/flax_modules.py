@@ -4,7 +4,6 @@ Import this module before Flax: if Flax is not installed, it raises an error wit
 installs it.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -18,14 +17,9 @@ from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rm
 from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
-if importlib.util.find_spec("flax") is None:
-    raise ImportError(
-        "jaxnorm.linen and jaxnorm.nnx need Flax, which is not installed; "
-        'install it, from a checkout of jaxnorm, with: pip install -e ".[flax]"'
-    )
-
-from flax import linen as nn
-from flax.linen import dtypes
+with conversion.needed("flax", "jaxnorm.linen and jaxnorm.nnx need Flax"):
+    from flax import linen as nn
+    from flax.linen import dtypes
 
 Axes = int | Sequence[int]
 
@@ -47,11 +41,12 @@ class Place(NamedTuple):
     parameter: tuple[int, ...]
 
 
-def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
+def place_of(norm: Any, shape: tuple[int, ...]) -> Place | str:
     """Return the `Place` of a norm for an x with the given shape.
 
-    The result is None if the call must run Flax's code. This is the case if the parameters do not
-    have exactly the normalised axes, or if Flax raises an error for the groups of a GroupNorm.
+    If the call must run Flax's code, the result is the reason. This is the case if the parameters
+    do not have exactly the normalised axes, or if Flax raises an error for the groups of a
+    GroupNorm.
     """
     name = type(norm).__name__
     if not is_group_norm(norm):
@@ -59,8 +54,9 @@ def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
             tuple(sorted({checks.axes(name, axis, shape)[0] for axis in each(axes)}))
             for axes in (norm.reduction_axes, norm.feature_axes)
         )
-        sizes = tuple(shape[axis] for axis in reduced)
-        return Place(shape, reduced, sizes) if reduced == features else None
+        if reduced != features:
+            return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
+        return Place(shape, reduced, tuple(shape[axis] for axis in reduced))
     *others, channels = shape or (0,)
     last, count, size = len(others), norm.num_groups, norm.group_size
     if isinstance(norm, nn.GroupNorm) and size is not None:
@@ -69,7 +65,7 @@ def place_of(norm: Any, shape: tuple[int, ...]) -> Place | None:
     axes = norm.reduction_axes
     reduced = checks.axes(name, (*range(1, last), -1) if axes is None else axes, shape)
     if count is None or count <= 0 or channels % count or reduced[-1] != last:
-        return None
+        return "groups or axes that Flax refuses"
     size = channels // count
     parameter = (count, *[1] * (len(reduced) - 1), size)
     return Place((*others, count, size), (*reduced[:-1], last + 1), parameter)
@@ -177,12 +173,8 @@ def by_flax(module: Any, norm: Callable[[Any], Any], x: Any, residual: Any = Non
     is not 0.
     """
     name = type(module).__name__
-    if module.scale_offset:
-        raise ValueError(
-            f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
-            f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
-            "Flax, or add the offset to the parameter"
-        )
+    call = f"in a call that is left to Flax's own code (see jaxnorm's {name})"
+    conversion.check_offset(module, call, "leave out what leaves the call to Flax")
     if residual is not None:
         h = (jnp.asarray(x) + residual).astype(jnp.result_type(residual))
         return norm(h), h

@@ -362,15 +362,6 @@ def weight(
     )
 
 
-def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """Convert the mask `where` to a boolean array with the same number of axes as x.
-
-    `shape` is x's shape. Raise ValueError if the mask does not broadcast to this shape.
-    """
-    also = ", or add an additive mask to x with bias="
-    return broadcastable(function, "where", boolean(function, "where", where, also), shape)
-
-
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
     """Convert `value` to an array; raise TypeError unless it is boolean.
 
@@ -417,22 +408,6 @@ def not_one_hot(
     )
 
 
-def fewer_than_classes(function: str, labels: tuple[int, ...], classes: int) -> None:
-    """Raise ValueError unless each position has fewer labels than there are classes.
-
-    Labels that break this rule are probably one-hot labels. `labels` is the shape of the labels.
-    The size of its last axis is the number of labels of each position. Symbolic sizes
-    (`jax.export`), which cannot be compared, are accepted.
-    """
-    are_numbers = isinstance(labels[-1], int) and isinstance(classes, int)
-    if are_numbers and labels[-1] >= classes:
-        raise ValueError(
-            f"{function}: labels have shape {labels}: {labels[-1]} labels for each position, with "
-            f"{classes} classes; expected fewer labels than classes along the last axis; these "
-            "look like one-hot labels, use jnp.argmax(labels, -1)"
-        )
-
-
 def _in_32_bits(value: np.ndarray | np.generic) -> np.ndarray | np.generic:
     """Clip 64-bit labels to the range from -1 to the largest 32-bit integer.
 
@@ -468,20 +443,6 @@ def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
     in `into`, or size 1.
     """
     return len(shape) == len(into) and all(own in (1, n) for own, n in zip(shape, into))
-
-
-def matrix(function: str, name: str, view: RowView) -> None:
-    """Raise ValueError unless x has at least two axes and only the last one is normalised.
-
-    `name` is the name of the option that needs such an x, for the error. The only such option is
-    "causal": a causal mask needs an axis of rows and an axis of columns.
-    """
-    if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
-        raise ValueError(
-            f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
-            "the last axis, of two or more axes: row i uses the columns j <= i; pass where= for "
-            "another mask"
-        )
 
 
 def number(

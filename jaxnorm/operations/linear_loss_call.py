@@ -107,13 +107,6 @@ class Program:
         return _types(self.loss)
 
     @functools.cached_property
-    def is_loss(self) -> bool:
-        """True if the program returns the results of `loss`, unchanged."""
-        if self.loss is None or self.after is None:
-            return self.loss is not None
-        return self.after.jaxpr.outvars == self.after.jaxpr.invars[: len(self.loss.returns)]
-
-    @functools.cached_property
     def statistics(self) -> dict[str, Any]:
         """A dict from names to types: results and statistics of `loss`; empty if `after` is set."""
         return {} if self.loss is None or self.after is not None else _types(self.loss.with_stats())
@@ -352,7 +345,7 @@ def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """Bind the primitive of the pass; if the classes are sharded, run plain JAX instead."""
     if not call.spec.cols_over:
         return row_operations.bind(call, *arrays)
-    if call.spec.direction == "fwd" and not call.wrt:
+    if call.spec.direction == "fwd":
         return _forward_on_shards(call, *arrays)
     return call.xla(*[a for a in arrays if a is not None])
 

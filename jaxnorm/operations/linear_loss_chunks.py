@@ -354,7 +354,8 @@ class Chunks:
 
         Return four values:
 
-        1. The first result of the chunk's rows; None if the forward pass has saved the results.
+        1. The first result of the chunk's rows. It may be None if the forward pass has saved its
+           results.
         2. The gradient of the logits, in the dtype of the matmuls' operands.
         3. The powers of two by which the rows of a float16 gradient have been divided, so that
            small elements do not underflow; 1 for other dtypes.
@@ -399,13 +400,9 @@ class Chunks:
             return y, of_logits.astype(self.dtype), sizes, others
         call, operands = self.loss(rows, logits, arrays)
         factor = operands.get("logits_scale", jnp.ones(1))[:, None] * call.spec.logits.logits_scale
-        if program.is_loss and not self.kept and not wanted:
-            # A single kernel may compute the results and the gradient together.
-            cotangents, sizes = divided(cotangents, factor)
-            *ys, of_logits = _bound(call.with_gradient(self.dtype), operands, cotangents).values()
-            return ys[0], of_logits, sizes, {}
-        call, y, others = call.with_stats(), None, {}
+        call = call.with_stats()
         outputs = rows.kept() if self.kept else _bound(call, operands)
+        y, others = outputs.get(call.returns[0]), {}
         if program.after is not None:
             sources = [rows.filled(outputs[name]) for name in loss.returns]
             after = functools.partial(self.mapped, program.after, rows)

@@ -37,7 +37,7 @@ from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 _GRADIENT = "jaxnorm_linear_gradient"
 
 
-class LossRules(Rules[LinearLossCall]):
+class LossRules(Rules):
     """The JAX rules of the linear losses."""
 
     static = "head"

@@ -260,8 +260,15 @@ def checked_labels(
     labels, expected = checks.integer_array(function, "labels", labels), view.shape_of("label")
     may_be_several = FUNCTIONS[of].several is not None
     if may_be_several and labels.shape[:-1] == expected and labels.ndim > len(expected):
-        checks.fewer_than_classes(function, labels.shape, view.cols)
-        return labels, labels.shape[-1]
+        several, classes = labels.shape[-1], view.cols
+        # Symbolic sizes (`jax.export`) cannot be compared.
+        if isinstance(several, int) and isinstance(classes, int) and several >= classes:
+            raise ValueError(
+                f"{function}: labels have shape {labels.shape}: {several} labels for each "
+                f"position, with {classes} classes; expected fewer labels than classes along the "
+                "last axis; these look like one-hot labels, use jnp.argmax(labels, -1)"
+            )
+        return labels, several
     also = f", or {expected} and an axis of several labels" if may_be_several else ""
     checks.same_shape(function, "labels", labels.shape, expected, f"{why}{also}")
     return labels, None
@@ -356,7 +363,7 @@ def masks(
 
 def _instead_of_classes(where: tuple[int, ...], logits: tuple[int, ...]) -> str:
     """Return a hint if `where` looks like a mask of classes, for functions that take none."""
-    if len(where) != len(logits) or where[-1] != logits[-1] or where[-1] == 1:
+    if where[-1:] != logits[-1:]:
         return ""
     is_one = math.prod(where) == where[-1]
     bias = "add it to the bias, e.g. bias=jnp.where(where.reshape(-1), 0, -jnp.inf), or "

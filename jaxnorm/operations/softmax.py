@@ -193,7 +193,11 @@ def softmax_call(
       x: the logits, or their shape and dtype.
       axis, where, scale, bias, dtype, implementation: the public function's arguments.
     """
-    mask = None if where is None else checks.mask(function, where, x.shape)
+    mask = None
+    if where is not None:
+        also = ", or add an additive mask to x with bias="
+        mask = checks.boolean(function, "where", where, also)
+        mask = checks.broadcastable(function, "where", mask, x.shape)
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
         bias = checks.broadcastable(function, "bias", bias, x.shape)
@@ -201,8 +205,13 @@ def softmax_call(
     mask_shape, bias_shape = (() if a is None else a.shape for a in (mask, bias))
     view = RowView.of(x.shape, axes, logits_bias=bias_shape, mask=mask_shape)
     checks.implementation(function, implementation)
-    if checks.flag(function, "causal", options.causal):
-        checks.matrix(function, "causal", view)
+    is_matrix = view.axes == (len(view.shape) - 1,) and len(view.shape) >= 2
+    if checks.flag(function, "causal", options.causal) and not is_matrix:
+        raise ValueError(
+            f"{function}: causal=True for axis={view.axes} of x with shape {view.shape}; expected "
+            "the last axis, of two or more axes: row i uses the columns j <= i; pass where= for "
+            "another mask"
+        )
     has_scale = scales.is_array(scale)
     number = 1.0 if has_scale else checks.number(function, "scale", cast(float, scale))
     options = dataclasses.replace(

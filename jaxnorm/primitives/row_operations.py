@@ -43,7 +43,7 @@ from jaxnorm_kernels.specs import Direction
 _accumulators = private_jax.accumulators()
 
 
-class _RowRules(Rules[Call]):
+class _RowRules(Rules):
     """The JAX rules of softmaxes, losses and norms, which process the rows of an array."""
 
     # -------------------------------------------------------------------------------- evaluation
@@ -86,8 +86,6 @@ class _RowRules(Rules[Call]):
         axes = ctx.module_context.axis_context
         whole = auto_axes.are_whole(axes)
         name = "xla" if call.spec.xla_only else _chosen_implementation(ctx, call, platforms)
-        if call.spec.returns_both and not (whole and call.has_one_kernel(name)):
-            return functools.partial(call.in_two_passes, self.bind)
         if name == "xla":
             # Choose whether plain JAX gets the arrays as they are, or reshaped to two dimensions.
             # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, for example the
@@ -280,8 +278,9 @@ class _RowRules(Rules[Call]):
             call.view.shape_of,
         )
         call = call.with_view(view)
-        if call.implementation is not None and call.is_scattered(call.implementation):
-            call = call.replaced(implementation="xla")
+        forced = call.implementation
+        if forced is not None and call.spec.is_norm and call.as_seen_by(forced).norm.scattered:
+            call = call.replaced(implementation="xla")  # no kernel can use the parameters
         results = [
             jnp.squeeze(a, tuple(range(1, a.ndim - len(shape_of(kind)))))
             for kind, a in zip(call.kinds_returned, self.bind(call, *operands))

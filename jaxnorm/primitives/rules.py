@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,51 +30,6 @@ from jaxnorm.primitives import eager, remat
 from jaxnorm_kernels.specs import Direction
 
 _SUFFIXES = {"fwd": "", "tan": "_tangent", "bwd": "_backward"}
-
-
-class Pass(Protocol):
-    """The static description of one pass of a call.
-
-    For softmaxes, losses and norms, it is a `jaxnorm.calls.call.Call`.
-    """
-
-    @property
-    def direction(self) -> Direction: ...
-
-    @property
-    def function(self) -> str: ...
-
-    @property
-    def primitives(self) -> str | None:
-        """Name of another public function whose primitives the pass binds, or None.
-
-        If it is None, the pass binds the primitives of `function`.
-        """
-
-    @property
-    def wrt(self) -> tuple[str, ...]:
-        """Names of the operands that have a tangent or, in a backward pass, a gradient."""
-
-    @property
-    def residuals(self) -> int:
-        """Number of residuals, which are the first operands of a tangent or backward pass."""
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """Names of the operands. A cotangent has the name of its result."""
-
-    @property
-    def returns(self) -> tuple[str, ...]: ...
-
-    def tangent(self, wrt: tuple[str, ...]) -> Self: ...
-
-    def backward(self, wrt: tuple[str, ...]) -> Self: ...
-
-    def without_unused(self, used: Sequence[bool]) -> Self:
-        """Return a pass that leaves out as many of the unused results as it can.
-
-        `used` has a bool for each result: True if it is used.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +50,14 @@ class Kernel:
         return self.run(*arrays)
 
 
-class Rules[P: Pass]:
+class Rules:
     """The JAX rules of a family of calls.
 
     There are two families. One consists of the softmaxes, losses and norms. The other consists of
-    the linear losses, whose logits are the result of a matmul. Each family has a subclass of this
-    class, which defines the following attributes. All but `static` are methods:
+    the linear losses, whose logits are the result of a matmul. A pass of a call of the first family
+    is a `jaxnorm.calls.call.Call`. A pass of the other family has the same attributes and methods
+    that are used here. Each family has a subclass of this class, which defines the following
+    attributes. All but `static` are methods:
 
     Attributes:
       types: takes a pass and the types of its operands; returns the types of the results.
@@ -126,8 +83,8 @@ class Rules[P: Pass]:
     plain_jax: Callable[..., list[jax.Array]]
     on_shard: Callable[..., list[jax.Array]]
     forward_jvp: Callable[..., tuple[Any, Any]]
-    with_residuals: Callable[[P], P | None]
-    names: Callable[[P], Sequence[str | None]]
+    with_residuals: Callable[[Any], Any]
+    names: Callable[[Any], Sequence[str | None]]
     derived: Callable[..., tuple[Any, Any]]
     batch: Callable[..., tuple[Arrays, list[int]]]
     shards: Callable[..., Shards]
@@ -139,7 +96,7 @@ class Rules[P: Pass]:
         self.needs: Callable[..., list[list[bool]]] = functools.lru_cache(1024)(self._needs)
 
     def batched(
-        self, call: P, arrays: Arrays, dims: Sequence[int | None]
+        self, call: Any, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[list[jax.Array], list[int | None]]:
         """Batch a call. A result that depends on no batched operand gets no batch axis.
 
@@ -174,7 +131,7 @@ class Rules[P: Pass]:
         results = [by_name[name] for name in call.returns]
         return results, [None if is_free else 0 for is_free in free]
 
-    def _needs(self, call: P, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
+    def _needs(self, call: Any, *types: tuple[Sequence[int], Any]) -> list[list[bool]]:
         """Return a list of bools for each result: True for the operands on which it depends."""
         avals = [jax.ShapeDtypeStruct(*of_operand) for of_operand in types]
         # Trace the call for unsharded arrays, whatever mesh the caller has set.
@@ -183,37 +140,37 @@ class Rules[P: Pass]:
         every = range(len(jaxpr.outvars))
         return [partial_eval.dce_jaxpr(jaxpr, [i == j for j in every])[1] for i in every]
 
-    def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
+    def results(self, call: Any, outputs: Arrays) -> list[jax.Array]:
         """Return the results of a call, given the `outputs` of the pass `with_residuals(call)`."""
         by_name = dict(zip((self.with_residuals(call) or call).returns, outputs))
         return [by_name[name] for name in call.returns]
 
-    def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
+    def differentiated(self, call: Any, /, *arrays: jax.Array) -> list[jax.Array]:
         """Compute the results like `plain_jax`, in code that JAX can differentiate again."""
         return self.plain_jax(call, *arrays)
 
-    def uncompiled(self, call: P, *arrays: jax.Array) -> list[jax.Array]:
+    def uncompiled(self, call: Any, *arrays: jax.Array) -> list[jax.Array]:
         """Compute the results under `jax.disable_jit`."""
         return self.anywhere(self.on_shard, call, *arrays)
 
-    def lowered(self, call: P, ctx: Any) -> Run:
+    def lowered(self, call: Any, ctx: Any) -> Run:
         """Return the function to which a pass is lowered on a mesh without Explicit axes."""
         axes = ctx.module_context.axis_context
         if auto_axes.can_partition(axes) and not auto_axes.are_whole(axes):
             return self.partitioned(call)
         return functools.partial(self.plain_jax, call)
 
-    def check_vma(self, call: P) -> bool:
+    def check_vma(self, call: Any) -> bool:
         """Return the argument ``check_vma`` of the `jax.shard_map` in which a pass runs."""
         return True
 
-    def needs_shards(self, call: P) -> bool:
+    def needs_shards(self, call: Any) -> bool:
         """Return True if the lowering of the call may contain code that XLA cannot partition."""
         return True
 
     # ---------------------------------------------------------------------------------- the call
 
-    def bind(self, call: P, *arrays: jax.Array | None) -> list[jax.Array]:
+    def bind(self, call: Any, *arrays: jax.Array | None) -> list[jax.Array]:
         """Bind the primitive of a pass and return its results. Absent operands are None."""
         function, direction = call.primitives or call.function, call.direction
         leaves = [a for a in arrays if a is not None]
@@ -225,7 +182,7 @@ class Rules[P: Pass]:
         results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
         return results
 
-    def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:
+    def _may_be_partitioned(self, call: Any, arrays: Arrays) -> bool:
         """Return True if XLA's partitioner may need our partitioning rule for this call.
 
         The rule needs the list of devices when a program is lowered, so programs for an
@@ -240,7 +197,7 @@ class Rules[P: Pass]:
 
     # --------------------------------------------------------------------------- differentiation
 
-    def linear_jvp(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def linear_jvp(self, call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
         """The JVP rule of a tangent or a backward pass."""
         count = call.residuals
         if any(not isinstance(t, ad.Zero) for t in tangents[:count]):
@@ -248,7 +205,7 @@ class Rules[P: Pass]:
         linear = [ad.instantiate_zeros(t) for t in tangents[count:]]
         return self.bind(call, *primals), self.bind(call, *primals[:count], *linear)
 
-    def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def second_order(self, call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
         """The JVP rule of a tangent or backward pass, for second-order derivatives.
 
         It is used if a residual has a nonzero tangent. Plain JAX computes the tangents.
@@ -261,7 +218,7 @@ class Rules[P: Pass]:
         return results, tangents_out
 
     def tangents_of(
-        self, call: P, residuals: Arrays, tangents: dict[str, Any]
+        self, call: Any, residuals: Arrays, tangents: dict[str, Any]
     ) -> list[jax.Array | None]:
         """Run the tangent pass of a call and return the tangents of its results.
 
@@ -273,7 +230,7 @@ class Rules[P: Pass]:
             return [None] * len(tangent.returns)
         return [*self.bind(tangent, *residuals, *nonzeros.values())]
 
-    def transpose(self, call: P, cotangents: Any, *operands: Any) -> list[Any]:
+    def transpose(self, call: Any, cotangents: Any, *operands: Any) -> list[Any]:
         """The transpose rule: a tangent pass transposes to a backward pass, and vice versa."""
         residuals, linear = operands[: call.residuals], operands[call.residuals :]
         names = call.takes[call.residuals :]
@@ -289,7 +246,7 @@ class Rules[P: Pass]:
         return [None] * len(residuals) + of_linear
 
     def transposed_tangent(
-        self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
+        self, call: Any, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
         """Transpose a tangent pass: return a dict from operand names to cotangents.
 
@@ -308,7 +265,7 @@ class Rules[P: Pass]:
             return [False] * len(equation.invars), None
         if all(used):
             return [True] * len(equation.invars), equation
-        call: P = equation.params[self.static]
+        call: Any = equation.params[self.static]
         less, by_name = call.without_unused(used), dict(zip(call.returns, equation.outvars))
         outvars = [by_name[name] for name in less.returns]
         equation = equation.replace(outvars=outvars, params={self.static: less})
@@ -316,12 +273,12 @@ class Rules[P: Pass]:
 
     # ---------------------------------------------------------------------------------- lowering
 
-    def anywhere(self, run: Run, call: P, *arrays: jax.Array) -> list[jax.Array]:
+    def anywhere(self, run: Run, call: Any, *arrays: jax.Array) -> list[jax.Array]:
         """Return ``run(call, *arrays)``, in `jax.shard_map` if the mesh has Explicit axes."""
         whole, shards = functools.partial(run, call), functools.partial(self.shards, call, run)
         return sharding.run(whole, shards, arrays, check_vma=self.check_vma(call))
 
-    def partitioned(self, call: P) -> Run:
+    def partitioned(self, call: Any) -> Run:
         """Return a function that runs the pass, with a rule for XLA's partitioner.
 
         If the partitioner shards the arrays, each device runs the pass on its shards.
@@ -330,7 +287,7 @@ class Rules[P: Pass]:
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain_jax, call), shards, factors)
 
-    def lower(self, call: P, ctx: Any, *arrays: Any) -> Any:
+    def lower(self, call: Any, ctx: Any, *arrays: Any) -> Any:
         def on_explicit_axes(*arrays: jax.Array) -> list[jax.Array]:
             results = self.anywhere(self.on_shard, call, *arrays)
             return [sharding.lie_as(a, aval) for a, aval in zip(results, ctx.avals_out)]

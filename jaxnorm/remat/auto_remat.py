@@ -12,8 +12,8 @@ import numpy as np
 from jaxnorm.calls import private_jax
 from jaxnorm.primitives.recomputation import without_constants
 from jaxnorm.remat import planning
-from jaxnorm.remat.planning import Budget
-from jaxnorm.remat.regions import Mask, Plan, Pricing, Region
+from jaxnorm.remat.planning import Survey
+from jaxnorm.remat.regions import Plan, Pricing, Region
 
 _NAME = "jaxnorm.auto_remat"
 
@@ -68,42 +68,25 @@ def auto_remat[**P, T](
     if not callable(fun):
         raise TypeError(f"{_NAME}: fun is a {type(fun).__name__}; expected a function")
     check_budget(_NAME, budget)
-    return planned(fun, lambda: Planner(budget), indices(_NAME, "static_argnums", static_argnums))
+
+    def plan(region: Region, *derivative: Any) -> Pricing:
+        if budget is None:
+            return planning.unlimited()
+        return planning.survey(region, *derivative).chosen(_NAME, budget)
+
+    return planned(fun, plan, indices(_NAME, "static_argnums", static_argnums))
 
 
-def planned[**P, T](
-    fun: Callable[P, T], plan: Callable[[], Plan], static: Sequence[int] = ()
-) -> Callable[P, T]:
-    """Return `fun` with a derivative that saves what a plan chooses; see `regions.Plan`.
-
-    The function `plan` makes a new plan for each call of `fun`.
-    """
+def planned[**P, T](fun: Callable[P, T], plan: Plan, static: Sequence[int] = ()) -> Callable[P, T]:
+    """Return `fun` with a derivative that saves what a plan chooses; see `regions.Plan`."""
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         call = Call(fun, args, kwargs, static)
         region = call.region(in_loop=private_jax.is_in_a_loop())
-        return call.results(region(plan(), *call.arrays))
+        return call.results(region(plan, *call.arrays))
 
     return run
-
-
-class Planner:
-    """A plan (see `regions.Plan`) that finds one pricing by which a function meets a budget."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._found: dict[Mask, Pricing] = {}
-
-    def __call__(
-        self, region: Region, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
-    ) -> Pricing:
-        if self._budget is None:
-            return planning.unlimited()
-        if mask not in self._found:
-            found = planning.survey(region, mask, primals, tangents)
-            self._found[mask] = found.chosen(_NAME, self._budget)
-        return self._found[mask]
 
 
 class Call:
@@ -148,6 +131,11 @@ class Call:
     def region(self, in_loop: bool = False) -> Region:
         """Return the region of the whole program. `in_loop` is True if the call is in a loop."""
         return Region(self.traced, [True] * len(self.arrays), in_loop)
+
+    def survey(self, mask: Sequence[bool]) -> Survey:
+        """Return the choices of the derivative by the arrays that `mask` selects."""
+        tangents = [a for a, is_along in zip(self.arrays, mask) if is_along]
+        return planning.survey(self.region(), tuple(mask), self.arrays, tangents)
 
     def results(self, arrays: Sequence[Any]) -> Any:
         """Return the result of the call, given its arrays."""

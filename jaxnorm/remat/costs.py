@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
+from jaxnorm.remat.programs import primitive_name
+
 # (operations per second of a 16-bit matmul, bytes of memory per second), for the kinds of devices
 # whose name contains the key. Only the ratio of the two numbers matters for a plan.
 _RATES = {
@@ -35,22 +37,27 @@ _TRAFFIC_PER_BYTE = 500
 # bits per element again is assumed to cost more.
 _RANDOM = 150
 
-# Operations that XLA fuses with others. An operation in none of the next four tables is costly,
-# unless `is_costly` makes an exception.
-_ELEMENTWISE = {
+# An operation in none of the next five tables is costly, unless `is_costly` makes an exception.
+#: Operations that compute each element of their result from one element of each operand.
+ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex",
-    "concatenate", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div",
-    "dynamic_slice", "dynamic_update_slice", "empty2", "eq", "eq_to", "erf", "erf_inv", "erfc",
-    "exp", "exp2", "expm1", "floor", "gather", "ge", "gt", "imag", "integer_pow", "iota",
-    "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max",
-    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pad", "polynomial",
-    "population_count", "pow", "real", "reduce_precision", "rem", "rev", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
-    "sinh", "slice", "split", "sqrt", "square", "stack", "sub", "tan", "tanh", "tile", "unstack",
-    "xor",
+    "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos",
+    "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
+    "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "ne", "neg", "nextafter",
+    "not", "one_minus_square", "or", "polynomial", "population_count", "pow", "real",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "sub", "tan", "tanh", "xor",
 }  # fmt: skip
-_REDUCTIONS = {
+# Operations that move elements, or repeat them.
+_MOVING = {
+    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice",
+    "dynamic_update_slice", "empty2", "gather", "iota", "pad", "rev", "slice", "split", "stack",
+    "tile", "unstack",
+}  # fmt: skip
+#: Operations that combine all elements along some axes.
+REDUCTIONS = {
     "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
     "reduce_sum", "reduce_xor",
 }  # fmt: skip
@@ -102,17 +109,11 @@ def is_costly(equation: Any) -> bool:
     if equation.effects:
         return True
     if name in _CALLS:
-        return any(is_costly(e) for body in _bodies(equation) for e in body.eqns)
+        return any(is_costly(e) for body in bodies(equation) for e in body.eqns)
     if name == "dot_general" and _terms(equation) == 1:
         return False  # `jnp.einsum` lowers outer and elementwise products to such matmuls
-    is_cheap = any(name in table for table in (_ELEMENTWISE, _REDUCTIONS, _FREE, _RANDOM_BITS))
-    return not is_cheap and not _is_row_function(name)
-
-
-def primitive_name(equation: Any) -> str:
-    """Return the name of an equation's primitive; for all kinds of `checkpoint_name`, "name"."""
-    high_level = type(equation.params.get("_prim")).__name__
-    return "name" if high_level.startswith("CheckpointName") else equation.primitive.name
+    tables = ELEMENTWISE, _MOVING, REDUCTIONS, _FREE, _RANDOM_BITS
+    return not any(name in table for table in tables) and not _is_row_function(name)
 
 
 def _is_row_function(name: str) -> bool:
@@ -129,15 +130,15 @@ def seconds(equation: Any) -> float:
     operations, bandwidth = _rates()
     if name in _FREE:
         return 0.0
-    if name != "pallas_call" and (bodies := _bodies(equation)):
+    if name != "pallas_call" and (inner := bodies(equation)):
         runs = equation.params.get("length", 1) if name == "scan" else 1
-        return runs * sum(seconds(e) for body in bodies for e in body.eqns)
+        return runs * sum(seconds(e) for body in inner for e in body.eqns)
     read, written = (sum(size(v.aval) for v in vs) for vs in (equation.invars, equation.outvars))
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE or name in _MOVING:
         return written / bandwidth / _FUSED
     if name in _RANDOM_BITS:
         return written / bandwidth / _FUSED * _RANDOM
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS:
         return max(read, written) / bandwidth / _FUSED
     if _is_row_function(name):
         return (read + written) / bandwidth / _FUSED
@@ -146,12 +147,15 @@ def seconds(equation: Any) -> float:
 
 def contains(equation: Any, primitive: str) -> bool:
     """Return True if an equation, or one inside its inner programs, has the given primitive."""
-    inner = (e for body in _bodies(equation) for e in body.eqns)
+    inner = (e for body in bodies(equation) for e in body.eqns)
     return equation.primitive.name == primitive or any(contains(e, primitive) for e in inner)
 
 
-def _bodies(equation: Any) -> list[Any]:
-    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(equation.params)]
+def bodies(equation: Any) -> list[Any]:
+    """Return the inner programs of an equation, without their constants."""
+    high_level = equation.params.get("_prim")
+    params = equation.params if high_level is None else vars(high_level)
+    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(params)]
 
 
 def _flops(equation: Any, name: str) -> float:

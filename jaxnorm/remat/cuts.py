@@ -136,8 +136,8 @@ class Graph:
         prices = [0.0 if n else price * s.seconds for n, s in zip(never, self.steps)]
         finite = np.array([*self.sizes, *prices])
         capacities = np.full(len(self._tails), _INFINITE, np.int32)
-        if unit := finite.sum() / _TOTAL:
-            capacities[: values + steps] = np.ceil(finite / unit)
+        unit = max(finite.sum(), 1.0) / _TOTAL
+        capacities[: values + steps] = np.ceil(finite / unit)
         capacities[values : values + steps][never] = _INFINITE
         shape = (2 + steps + 2 * values,) * 2
         graph = csr_array((capacities, (self._tails, self._heads)), shape=shape)
@@ -236,6 +236,8 @@ def within(graphs: Weighted, budget: float, above: Point, below: Point) -> Point
 
     `below` must be within the budget.
     """
-    while above.bytes > budget and (middle := between(graphs, above, below)) is not None:
+    if above.bytes <= budget:
+        return above
+    while (middle := between(graphs, above, below)) is not None:
         above, below = (middle, below) if middle.bytes > budget else (above, middle)
-    return above if above.bytes <= budget else below
+    return below

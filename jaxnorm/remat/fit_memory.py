@@ -117,7 +117,7 @@ class _Search:
             )
         if compiled is not None and memory <= self._limit:
             return compiled
-        auto = self._compiled(lambda fun: planned(fun, lambda: self._recorded))
+        auto = self._compiled(lambda fun: planned(fun, self._recorded))
         survey = _joined([*self._surveys.values()])
         plain = _Trial(compiled, memory, survey.above)
         return self._between(survey, plain, _Trial(*auto, _unlimited(survey)))
@@ -198,7 +198,7 @@ class _Search:
 
 def _priced(pricing: Pricing) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator that applies `auto_remat` at a price."""
-    return lambda fun: planned(fun, lambda: lambda *_: pricing)
+    return lambda fun: planned(fun, lambda *_: pricing)
 
 
 def _joined(surveys: Sequence[Survey]) -> Survey:

@@ -77,13 +77,17 @@ class Survey:
         return self.pricing(point)
 
     def recomputed(self, pricing: Pricing) -> float:
-        """Return the predicted seconds of recomputation."""
-        return math.fsum(runs * pricing.cut(graph).seconds for graph, runs in self.graphs)
+        """Return the predicted time of recomputation, divided by the time of both passes."""
+        seconds = math.fsum(runs * pricing.cut(graph).seconds for graph, runs in self.graphs)
+        return seconds / (self.seconds or 1.0)
 
     def frontier(self) -> list[tuple[int, float]]:
-        """Return pairs (bytes, seconds) of all points, from the default to the least bytes."""
+        """Return all points, from the default to the least bytes.
+
+        A point is a pair: bytes, and the time of recomputation, divided by that of both passes.
+        """
         points = cuts.frontier(self.graphs, self.above, self.below)
-        found = [(point.bytes + self.fixed, point.seconds) for point in points]
+        found = [(p.bytes + self.fixed, p.seconds / (self.seconds or 1.0)) for p in points]
         return [(self.default, 0.0), *(p for p in found if p[0] < self.default and p[1] > 0)]
 
     def pricing(self, point: Point) -> Pricing:

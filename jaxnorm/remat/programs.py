@@ -20,6 +20,10 @@ _CALLS = ("jit", "closed_call", "core_call")
 _PLACEMENTS = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
 
 
+# Maps the classes of primitives of `jax_remat3` to the names of the older primitives.
+_HIGH_LEVEL = {"CheckpointName": "name", "CheckpointNameFwd": "name", "RematTraced": "remat2"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A program without constants or nested calls.
@@ -42,14 +46,13 @@ class Program:
         self, equations: Sequence[Any], inputs: Sequence[Var], outputs: Sequence[Any]
     ) -> Any:
         """Return a closed jaxpr of some of the equations, with other inputs and outputs."""
-        info = self.template.debug_info
         jaxpr = self.template.replace(
             constvars=[],
             invars=list(inputs),
             outvars=list(outputs),
             eqns=list(equations),
             effects=frozenset().union(*(e.effects for e in equations)),
-            debug_info=info.with_unknown_names() if hasattr(info, "with_unknown_names") else info,
+            debug_info=self.template.debug_info.with_unknown_names(),
         )
         return ClosedJaxpr(jaxpr, [])
 
@@ -99,6 +102,15 @@ def _is_inlined(equation: Any) -> bool:
     places = [p for name in _PLACEMENTS for p in params.get(name, ())]
     is_free = all(p is None or type(p).__name__ == "UnspecifiedValue" for p in places)
     return is_free and not params.get("compiler_options_kvs")
+
+
+def primitive_name(equation: Any) -> str:
+    """Return the name of an equation's primitive; for a primitive of `jax_remat3`, the older name.
+
+    JAX's new rematerialisation has its own primitives for `checkpoint_name` and `jax.checkpoint`.
+    """
+    high_level = type(equation.params.get("_prim")).__name__
+    return _HIGH_LEVEL.get(high_level, equation.primitive.name)
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Var]:

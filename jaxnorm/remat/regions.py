@@ -27,7 +27,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal, Var, jaxpr_as_fun
 
 from jaxnorm.primitives.recomputation import linear_program
-from jaxnorm.primitives.rules import jvp
 from jaxnorm.remat import costs, programs, segments
 from jaxnorm.remat.cuts import Cut, Graph, Step
 from jaxnorm.remat.programs import Program, evaluate, flattened, needed, reached_from, variables
@@ -100,14 +99,6 @@ class Linearized:
         """Predicted time of the forward and the backward pass."""
         return math.fsum(map(costs.seconds, (*self.known, *self.linear)))
 
-    @functools.cached_property
-    def has_while(self) -> bool:
-        """True if a tangent passes through a while loop, which has no backward pass.
-
-        The region then uses JAX's forward mode, with one loop for both results and tangents.
-        """
-        return any(costs.contains(e, "while") for e in self.linear)
-
 
 # To break ties, the predicted time to run an equation again is multiplied by a factor. The factor
 # grows from 1 for a region's first equation to almost 1 + _TIES for the last; see `Region._graph`.
@@ -160,7 +151,7 @@ class Region:
 
         `plan` returns the pricing for the derivative.
         """
-        if self._has_references or not any(map(is_inexact, arrays)):
+        if self._has_references:
             return jaxpr_as_fun(self._traced)(*arrays)
         run = jax.custom_jvp(lambda *arrays: jaxpr_as_fun(self._traced)(*arrays[: self._count]))
         run.defjvp(functools.partial(self._jvp, plan), symbolic_zeros=True)
@@ -202,17 +193,11 @@ class Region:
         given = [t for t, is_given in zip(tangents, mask) if is_given]
         pricing = plan(self, mask, primals, given)
         linearized = self.linearized(pricing, mask, primals, given)
-        if linearized.has_while:
-            outputs, moved = jvp(jaxpr_as_fun(self._traced), primals[: self._count], tangents)
-            along = [t for i, t in enumerate(moved) if i in self._inexact]
-            moving: Sequence[int] = self._inexact
-        else:
-            cut = pricing.cut(linearized.graph)
-            outputs, along = self.apply(linearized, cut, primals, given)
-            moving = linearized.moving
-        found = iter(along)
+        cut = pricing.cut(linearized.graph)
+        outputs, along = self.apply(linearized, cut, primals, given)
         zeros = [SymbolicZero(jax.typeof(y).to_tangent_aval()) for y in outputs]
-        return outputs, [next(found) if i in moving else zero for i, zero in enumerate(zeros)]
+        moved = dict(zip(linearized.moving, along))
+        return outputs, [moved.get(i, zero) for i, zero in enumerate(zeros)]
 
     def linearized(
         self, pricing: Pricing, mask: Mask, primals: Sequence[Any], tangents: Sequence[Any]
@@ -275,8 +260,8 @@ class Region:
         results = len(self.program.outputs)
         outputs, along = program.outputs[:results], program.outputs[results:]
         linear = reached_from(program.equations, tangents)
-        moves = {i: v for i, v in zip(self._inexact, along) if linear.issuperset(variables([v]))}
-        moves = {i: v for i, v in moves.items() if not isinstance(v, Literal)}
+        pairs = zip(self._inexact, along)
+        moves = {i: v for i, v in pairs if not isinstance(v, Literal) and v in linear}
         along = tuple(moves.values())
         is_linear = [any(v in linear for v in variables(e.invars)) for e in program.equations]
         of_linear = [e for e, tangent in zip(program.equations, is_linear) if tangent]
@@ -412,12 +397,8 @@ def _refers(equation: Any) -> bool:
 
     A program with such an equation cannot be split, so plain JAX differentiates the region.
     """
-    kinds = {name for effect in equation.effects for name in _class_names(effect)}
+    kinds = {kind.__name__ for effect in equation.effects for kind in type(effect).__mro__}
     return not kinds.isdisjoint({"RefEffect", "InternalMutableArrayEffect"})
-
-
-def _class_names(effect: Any) -> set[str]:
-    return {kind.__name__ for kind in type(effect).__mro__}
 
 
 def _has_derivative(equation: Any) -> bool:

@@ -190,8 +190,7 @@ def check_params(
     interleaved = checks.flag(caller, "interleaved", interleaved)
     partners = functools.partial(_partners, rotated_columns, interleaved)
     leaves = _flat(params)
-    modules = _flat(params, is_leaf=_is_norm)
-    of_norms = {path for path, module in modules.items() if _is_norm(module)}
+    of_norms = {path for path, node in _flat(params, _is_norm).items() if _is_norm(node)}
     norms, found = [], set[str]()
     for path, scale in leaves.items():
         # In nnx, a parameter is an object, and an attribute of it holds the array. The last part of
@@ -204,9 +203,8 @@ def check_params(
         found_biases = (leaves.get((*parent, bias, *rest)) for bias in biases)
         bias = next((leaf for leaf in found_biases if leaf is not None), None)
         is_in_norm = parent in of_norms or any(map(_NORM_S_NAME.search, parent[-1:]))
-        if path[at] in ("weight", *own) and not _is_scale(scale, bias, is_in_norm):
-            continue
-        if path[at] in {*_OWN_SCALES} - {*own} and not (is_in_norm and np.ndim(scale)):
+        name = "weight" if path[at] in own else path[at]
+        if not _is_scale(name, scale, bias, is_in_norm):
             continue
         path_ = "/".join(parent) or "(root)"
         of_path = [name for name in names if _ends_with(path_, name)]
@@ -223,15 +221,13 @@ def check_params(
 
 
 def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> tuple[str, ...]:
-    if not (given is None or isinstance(given, Iterable)):
-        kind = type(given).__name__
-        raise TypeError(f"check_params: {argument} is a {kind}; expected {expected}")
-    names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-    for name in names:
+    names = () if given is None else (given,) if isinstance(given, str) else given
+    is_sequence = isinstance(names, Iterable)
+    for name in names if is_sequence else (names,):
         if not isinstance(name, str):
-            kind = type(name).__name__
-            raise TypeError(f"check_params: {argument} has a {kind}; expected {expected}")
-    return names
+            wrong = f"{'has' if is_sequence else 'is'} a {type(name).__name__}"
+            raise TypeError(f"check_params: {argument} {wrong}; expected {expected}")
+    return tuple(names)
 
 
 def _ends_with(path: str, name: str) -> bool:
@@ -243,7 +239,7 @@ def _ends_with(path: str, name: str) -> bool:
 def columns_lost(scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype) -> int:
     """Return the number of columns for which `check_params` would advise save="input"."""
     b = None if bias is None else bias.astype(np.float64)
-    _, error = _ratio_and_error(scale.astype(np.float64), b, y_dtype)
+    *_, error = _errors(scale.astype(np.float64), b, y_dtype)
     return int(np.sum(~(error <= _ADVISE_INPUT)))
 
 
@@ -262,18 +258,13 @@ def _report(
             f"check_params: {path} has scale of shape {g.shape} and bias of shape {b.shape}; "
             "expected equal shapes"
         )
-    ratio, error = _ratio_and_error(g, b, y_dtype)
-    of_partner = None
-    if partners is not None:
-        if b is not None:
-            raise ValueError(
-                f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none; "
-                "list norms without a bias in rotated="
-            )
-        of_partner = _partner_ratio(g, partners(path, (g.shape or (1,))[-1]), y_dtype)
-        error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
-    floor = _floor_of(y_dtype)
-    under = np.abs(g) < (2.0**-14 if floor is None else floor)
+    if b is not None and partners is not None:
+        raise ValueError(
+            f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none; "
+            "list norms without a bias in rotated="
+        )
+    pairs = None if partners is None else partners(path, (g.shape or (1,))[-1])
+    ratio, of_partner, error = _errors(g, b, y_dtype, pairs)
     # The backward pass clips the recovered x_hat (the normalised x) to the largest value that x_hat
     # can have. So even if x_hat consists of rounding errors only, the computed gradient is not much
     # larger than the correct one. Its error is then at most about as large as the correct gradient.
@@ -282,26 +273,38 @@ def _report(
     return NormReport(
         path=path,
         columns=g.size,
-        under_floor=int(np.sum(under)),
+        under_floor=int(np.sum(np.abs(g) < (_floor_of(y_dtype) or 2.0**-14))),
         max_bias_ratio=float(np.max(ratio, initial=0.0)),
         dscale_error=worst,
         verdict=SAFE if worst <= _ADVISE_INPUT else INPUT_ADVISED,
-        max_partner_ratio=None if of_partner is None else float(np.max(of_partner, initial=0.0)),
+        max_partner_ratio=None if pairs is None else float(np.max(of_partner, initial=0.0)),
     )
 
 
-def _ratio_and_error(
-    scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return |bias / scale| and the predicted error of scale's gradient, for each column.
+def _errors(
+    scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype, pairs: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return three numbers for each column.
 
-    If the forward pass replaces a small |scale| by a limit, the limit is used here as well.
+    They are ``|bias / scale|``, the ratio of the other column's |scale| to the own one if the
+    columns are rotated in pairs, and the predicted relative error of scale's gradient. `pairs` has,
+    for each column, the index of the other column of its pair. If the forward pass replaces a small
+    |scale| by a limit, the limit is used here as well.
     """
-    ratio = np.zeros_like(scale)
+    info = jnp.finfo(y_dtype)
+    carried = np.maximum(np.abs(scale), _floor_of(y_dtype) or 0.0)
+    of_partner = carried if pairs is None else carried[..., pairs]
+    bias = np.zeros_like(scale) if bias is None else bias
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        if bias is not None:
-            ratio = np.where(bias == 0, 0.0, np.abs(bias) / _carried(scale, y_dtype))
-        return ratio, _error(scale, np.hypot(1.0, ratio), y_dtype)
+        ratio = np.where(bias == 0, 0.0, np.abs(bias) / carried)
+        # If both scales are 0, y is 0 in both columns, and the ratio does not matter. (Both can be
+        # 0 only in float16, which has no lower limit of |scale|.)
+        of_partner = np.where(of_partner == carried, 1.0, of_partner / carried)
+        # The root mean square of the output y, divided by |scale|.
+        spread = np.hypot(1.0, ratio) if pairs is None else np.hypot(1.0, of_partner) / math.sqrt(2)
+        # Half the unit roundoff is about the mean relative rounding error of normal numbers.
+        subnormal = float(info.smallest_subnormal) / (math.sqrt(12) * carried)
+        return ratio, of_partner, np.hypot(0.83 * float(info.eps) / 4 * spread, subnormal)
 
 
 def _partners(rotated: int | None, interleaved: bool, path: str, columns: int) -> np.ndarray:
@@ -325,38 +328,6 @@ def _partners(rotated: int | None, interleaved: bool, path: str, columns: int) -
     pairs = indices[:count].reshape((-1, 2) if interleaved else (2, -1))
     indices[:count] = np.flip(pairs, 1 if interleaved else 0).ravel()
     return indices
-
-
-def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return, for each column, the ratio of its partner's |scale| to its own |scale|.
-
-    `partners` has, for each column, the index of its partner: the other column of its pair.
-    """
-    carried = _carried(scale, y_dtype)
-    of_partner = carried[..., partners]
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # If both scales are 0, y is 0 in both columns, and the ratio does not matter. (Both can be
-        # 0 only in float16, which has no lower limit of |scale|.)
-        return np.where(of_partner == carried, 1.0, of_partner / carried)
-
-
-def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return the predicted relative error of scale's gradient, for each column.
-
-    For each column, `spread` is the root mean square of the output y, divided by |scale|.
-    """
-    info = jnp.finfo(y_dtype)
-    # Half the unit roundoff is about the mean relative rounding error of normal numbers.
-    u, quantum = float(info.eps) / 4, float(info.smallest_subnormal)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        subnormal = quantum / (math.sqrt(12) * _carried(scale, y_dtype))
-        return np.hypot(0.83 * u * spread, subnormal)
-
-
-def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Return |scale| as the forward pass uses it: at least `_floor_of(y_dtype)`."""
-    floor = _floor_of(y_dtype)
-    return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
 
 
 def _floor_of(y_dtype: np.dtype) -> float | None:
@@ -400,9 +371,11 @@ def _is_norm(node: Any) -> bool:
     return not is_container and "norm" in type(node).__name__.lower() and hasattr(node, "weight")
 
 
-def _is_scale(weight: Any, bias: Any, is_in_norm: bool) -> bool:
-    """Return True if a leaf named ``weight`` is the scale of a norm, and not a matrix."""
-    shape = np.shape(weight)
+def _is_scale(name: str, leaf: Any, bias: Any, is_in_norm: bool) -> bool:
+    """Return True if a leaf with one of the names of scales is the scale of a norm."""
+    shape = np.shape(leaf)
+    if name != "weight":
+        return name == "scale" or (is_in_norm and bool(shape))
     if bias is not None or not shape:
         return bool(shape) and np.shape(bias) == shape
     return len(shape) == 1 or is_in_norm

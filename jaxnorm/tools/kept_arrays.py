@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxnorm.remat import costs
-from jaxnorm.remat.programs import scan_counts
+from jaxnorm.remat.programs import primitive_name, scan_counts
 
 # Libraries through which models call primitives. `_line` skips their frames in tracebacks. Other
 # installed packages may contain the model itself.
@@ -32,10 +32,6 @@ CUSTOM = {"custom_jvp_call", "custom_vjp_call"}
 
 # Primitives that run an inner program once. Their operands are the inner program's arguments.
 _CALLS = {"jit", "remat2", "shard_map", *CUSTOM}
-
-# JAX's new rematerialisation (``jax_remat3``) has its own primitives. The dict maps the name of a
-# new primitive's class to the name of the older primitive that has the same effect.
-_HIGH_LEVEL = {"CheckpointName": "name", "CheckpointNameFwd": "name", "RematTraced": "remat2"}
 
 #: The value of `Value.made_by` for an array that a scan stacks from its iterations. (It is not
 #: "stack", because JAX has a primitive of that name.)
@@ -170,9 +166,9 @@ class Program:
             return values[v]
 
         for equation in jaxpr.eqns:
-            name = _name(equation)
+            name = primitive_name(equation)
             operands = [read(v) for v in equation.invars]
-            body = _body(equation)
+            body = next(iter(costs.bodies(equation)), None)
             # In derivatives, some equations have no source line. They get the line of an operand or
             # of the call around them.
             lines = (source, _line(equation), *(v.source for v in operands), around)
@@ -272,21 +268,6 @@ def reached(
 
 def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
-
-
-def _name(equation: Any) -> str:
-    high_level = type(equation.params.get("_prim")).__name__
-    return _HIGH_LEVEL.get(high_level, equation.primitive.name)
-
-
-def _body(equation: Any) -> Jaxpr | None:
-    high_level = equation.params.get("_prim")
-    given = equation.params if high_level is None else vars(high_level)
-    for name in ("jaxpr", "call_jaxpr"):
-        if name in given:
-            body = given[name]
-            return getattr(body, "jaxpr", body)
-    return None
 
 
 # --------------------------------------------------------------------------------- lines of users

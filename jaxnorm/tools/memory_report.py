@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import html
 import math
-import operator
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,8 @@ import numpy as np
 
 from jaxnorm.operations import checks
 from jaxnorm.remat import planning
-from jaxnorm.remat.auto_remat import Call, auto_remat
+from jaxnorm.remat.auto_remat import Call, auto_remat, indices, is_array
+from jaxnorm.remat.regions import is_inexact
 from jaxnorm.tools import kept_arrays, logits_advice
 from jaxnorm.tools.kept_arrays import Program, Value
 from jaxnorm.tools.logits_advice import Advice
@@ -289,13 +289,16 @@ def report_of(
             "after it: memory_report(f, *args)"
         )
     places = _places(argnums, len(args))
-    # A Python number that is a whole argument is data. A number in a tree of arrays is an option.
-    args = tuple(jnp.asarray(a) if i in places and _is_number(a) else a for i, a in enumerate(args))
+    # A Python number that is a whole argument is data. A number in a tree is an option of a model.
+    args = [
+        jnp.asarray(a) if i in places and isinstance(a, (bool, int, float, complex)) else a
+        for i, a in enumerate(args)
+    ]
     with_paths, tree = jax.tree_util.tree_flatten_with_path(args)
     leaves = {i: leaf for i, (_, leaf) in enumerate(with_paths)}
     arguments = [path[0].idx for path, _ in with_paths]
-    arrays = {i: a for i, a in leaves.items() if _is_array(a)}
-    moving = [i for i, a in arrays.items() if arguments[i] in places and _is_inexact(a)]
+    arrays = {i: a for i, a in leaves.items() if is_array(a)}
+    moving = [i for i, a in arrays.items() if arguments[i] in places and is_inexact(a)]
     for place in places:
         own = [i for i in arrays if arguments[i] == place]
         if own and not {*own} & {*moving}:
@@ -319,7 +322,7 @@ def report_of(
         # Trace the backward pass as well, because it fails for some functions, such as a while loop
         # of unknown length.
         jax.eval_shape(backward, jax.tree.map(_cotangent, y))
-        returned = [a for a in jax.tree.leaves((y, aux)) if _is_array(a)]
+        returned = [a for a in jax.tree.leaves((y, aux)) if is_array(a)]
         return jax.tree.leaves(backward), returned
 
     def program_of(residuals: Callable[..., Any]) -> Program:
@@ -329,7 +332,7 @@ def report_of(
     @functools.cache
     def forward() -> Program:
         """Return the program of f."""
-        traced = jax.make_jaxpr(lambda a: [*filter(_is_array, jax.tree.leaves(run({}, a)))])(arrays)
+        traced = jax.make_jaxpr(lambda a: [*filter(is_array, jax.tree.leaves(run({}, a)))])(arrays)
         return Program(traced, 0, [False] * len(arrays), inlines_rules=False)
 
     program = program_of(residuals)
@@ -359,10 +362,8 @@ def report_of(
         return report
     also = sum(saves for _, saves in logits_advice.advice(with_remat, forward).values())
     call = Call(run, [{i: arrays[i] for i in moving}, arrays], {}, ())
-    mask = tuple(owner == 0 for owner in call.owners)
-    tangents = [a for a, is_moving in zip(call.arrays, mask) if is_moving]
-    found = planning.survey(call.region(), mask, call.arrays, tangents)
-    recompute = found.recomputed(planning.unlimited()) / (found.seconds or 1.0)
+    found = call.survey([owner == 0 for owner in call.owners])
+    recompute = found.recomputed(planning.unlimited())
     # If XLA chooses shardings, `default` and `least` count whole arrays, but `report` counts only
     # shards. So bytes of whole arrays are multiplied by `report.total / default`.
     saves, together = (
@@ -373,7 +374,7 @@ def report_of(
 
 def _cotangent(y: Any) -> Any:
     """Return a zero cotangent of a result. For an integer result, its dtype is float0."""
-    return jnp.zeros_like(y) if _is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+    return jnp.zeros_like(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
 
 
 def _parts(
@@ -409,13 +410,7 @@ def _is_auto(sharding: Any) -> bool:
 
 
 def _places(argnums: int | Sequence[int], count: int) -> set[int]:
-    given = argnums if isinstance(argnums, Sequence) else [argnums]
-    try:
-        places = [operator.index(i) for i in given]
-    except TypeError as error:
-        raise TypeError(
-            f"memory_report: argnums={argnums!r}; expected an integer or a sequence of integers"
-        ) from error
+    places = indices("memory_report", "argnums", argnums)
     for i in places:
         if not -count <= i < count:
             expected = f"integers from {-count} to {count - 1}" if count else "arguments after f"
@@ -423,19 +418,3 @@ def _places(argnums: int | Sequence[int], count: int) -> set[int]:
                 f"memory_report: argnums={argnums!r} of {count} arguments; expected {expected}"
             )
     return {i % count for i in places}
-
-
-def _is_array(a: Any) -> bool:
-    """Return True for an array or a `jax.ShapeDtypeStruct`, and False for a Python number.
-
-    Python numbers in the arguments' trees are options of the model, not data.
-    """
-    return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not _is_number(a)
-
-
-def _is_number(a: Any) -> bool:
-    return isinstance(a, (bool, int, float, complex))
-
-
-def _is_inexact(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.inexact)

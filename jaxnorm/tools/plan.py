@@ -205,21 +205,21 @@ def _required(
 
     For a missing ``scale``, the value is None.
     """
+    *rows, cols = x.shape or (0,)
+
+    def operand(name: str) -> jax.ShapeDtypeStruct | None:
+        if name == "labels":
+            axes = checks.axes(call.__name__, arguments.get("axis", -1), x.shape, of="logits")
+            sizes = tuple(size for a, size in enumerate(x.shape) if a not in axes)
+            return jax.ShapeDtypeStruct(sizes, jnp.int32)
+        if "weight" in name:
+            return jax.ShapeDtypeStruct((cols, cols), x.dtype)
+        if name in ("cos", "sin"):
+            positions = (rows[-2], 1) if len(rows) > 1 else ()
+            table = jax.ShapeDtypeStruct((*positions, cols // 2), jnp.float32)
+            return next((arguments[n] for n in ("cos", "sin") if n in arguments), table)
+        return None if name == "scale" else x
+
     _, *others = inspect.signature(call).parameters.values()
-    lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
-    required: dict[str, jax.ShapeDtypeStruct | None] = {}
-    arrays = {name for name, kind in operations.OPERANDS.items() if kind == "array"}
-    required |= dict.fromkeys(lacking & {*arrays, "teacher_x", "up"}, x)
-    if "labels" in lacking:
-        axes = checks.axes(call.__name__, arguments.get("axis", -1), x.shape, of="logits")
-        sizes = tuple(size for a, size in enumerate(x.shape) if a not in axes)
-        required["labels"] = jax.ShapeDtypeStruct(sizes, jnp.int32)
-    square = jax.ShapeDtypeStruct((*x.shape[-1:], *x.shape[-1:]), x.dtype)
-    required.update(dict.fromkeys(lacking & {"weight", "teacher_weight"}, square))
-    if lacking & {"cos", "sin"}:
-        *rows, cols = x.shape or (0,)
-        positions = (rows[-2], 1) if len(rows) > 1 else ()
-        table = jax.ShapeDtypeStruct((*positions, cols // 2), jnp.float32)
-        table = next((arguments[name] for name in ("cos", "sin") if name in arguments), table)
-        required.update(dict.fromkeys(lacking & {"cos", "sin"}, table))
-    return required | dict.fromkeys(lacking & {"scale"})
+    lacking = [p.name for p in others if p.default is p.empty and p.name not in arguments]
+    return {name: operand(name) for name in lacking}

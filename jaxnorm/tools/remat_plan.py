@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxnorm.remat import costs, planning
+from jaxnorm.remat import costs
 from jaxnorm.remat.auto_remat import Call, auto_remat, check_budget, indices
 from jaxnorm.remat.regions import Linearized, Pricing, is_inexact
 from jaxnorm.tools import saved_names
@@ -164,18 +164,15 @@ def remat_plan(
     arguments = [*(args[i] for i in dynamic), kwargs]
     along = [k for k, i in enumerate(dynamic) if i in chosen]
     call = Call(of_arrays, arguments, {}, ())
-    mask = tuple(i in along and is_inexact(a) for i, a in zip(call.owners, call.arrays))
-    tangents = [a for a, is_along in zip(call.arrays, mask) if is_along]
-    found = planning.survey(call.region(), mask, call.arrays, tangents)
+    found = call.survey([i in along and is_inexact(a) for i, a in zip(call.owners, call.arrays)])
     pricing = found.chosen(_NAME, budget)
-    recompute = found.recomputed(pricing)
     report = report_of(
         auto_remat(of_arrays, budget=budget), arguments, argnums=along, has_advice=False
     )
-    total = found.seconds or 1.0
-    points = tuple(RematPoint(size, time / total) for size, time in found.frontier())
+    points = tuple(RematPoint(*point) for point in found.frontier())
     lines = saved_names.lines([_saved(derivative, pricing) for _, derivative in found.regions])
-    return RematPlan(report.rows, report.total, found.default, recompute / total, points, lines)
+    recompute = found.recomputed(pricing)
+    return RematPlan(report.rows, report.total, found.default, recompute, points, lines)
 
 
 def _saved(derivative: Linearized, pricing: Pricing) -> Saved:

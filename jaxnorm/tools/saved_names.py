@@ -214,8 +214,7 @@ def _chain(equation: Any) -> tuple[_Span, ...]:
     for code, instruction in private_jax.raw_frames(equation):
         if not kept_arrays.is_installed(code.co_filename):
             place = _positions(code)[instruction // 2]
-            if None not in place:
-                found.append(_Span(code.co_filename, *place))  # type: ignore[arg-type]
+            found.append(_Span(code.co_filename, *place))  # type: ignore[arg-type]
     return tuple(found)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.calls.call import Call
+from jaxnorm.remat import costs
 from jaxnorm.tools.kept_arrays import NAMING, Program, Value, reached
 
 #: Maps an array of the program to an integer NumPy array of the same shape. For each element of the
@@ -131,7 +132,7 @@ def _positions(value: Value, rows: Rows, draws: Sequence["Draw"]) -> np.ndarray:
 
 def _combined(value: Value) -> tuple[int, ...]:
     """Return the axes of the operands along which an equation combines elements."""
-    if value.made_by in _ELEMENTWISE:
+    if value.made_by in costs.ELEMENTWISE or value.made_by == "stack":
         return ()
     if value.made_by in _ALONG:
         axes = next(p for name, p in value.equation.params.items() if name in _AXES)
@@ -290,22 +291,12 @@ def _wide(dtype: np.dtype) -> np.dtype:
     return np.dtype(float) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
-# Primitives that compute each element of their results from one element of each operand.
-_ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh",
-    "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
-    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min",
-    "mul", "ne", "neg", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin",
-    "sinh", "sqrt", "square", "stack", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
-
 # `_AXES`: equation parameters that contain axes. `_ALONG`: primitives that combine or reorder the
 # elements along these axes.
 _AXES = {"axes", "axis", "dimension", "dimensions"}
 _ALONG = {
-    "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
-    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
-    "rev", "sort", "top_k",
+    "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "sort", "top_k",
+    *costs.REDUCTIONS,
 }  # fmt: skip
 
 # Primitives that return the elements of their operand in another shape or order.

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 
 
 def add_partials(

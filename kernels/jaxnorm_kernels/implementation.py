@@ -166,10 +166,6 @@ class Implementation(NamedTuple):
       tangent: a function that takes residuals and the tangents of the operands (None stands for 0),
         and returns the tangents of the results. For a plain norm, the tangent of h is the tangent
         of x. Only the xla implementation has this function. In all others, the attribute is None.
-      both: a function that takes the operands and the cotangents of the results, and returns the
-        results and the gradients of the operands. It runs the forward and the backward pass in one
-        kernel. Only the mosaic implementation has this function. In all others, the attribute is
-        None.
     """
 
     forward: Callable[[Operands, Spec], Results]
@@ -180,4 +176,3 @@ class Implementation(NamedTuple):
     platforms: Callable[[], tuple[str, ...] | None] = _none
     caveat: Callable[[Spec], str | None] = _none
     tangent: Callable[[Residuals, Operands, Spec], Results] | None = None
-    both: Callable[[Operands, Results, Spec], tuple[Results, Operands]] | None = None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxnorm_kernels.broadcasts import Shared as Shared
 from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operation
 
 Direction = Literal["fwd", "tan", "bwd"]
@@ -35,42 +36,6 @@ Stats = tuple[jax.Array, ...]
 # need 1 / floor**2, so the floor must be so large that this number is finite. float16 has no entry,
 # because no float16 number satisfies both conditions.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """How rows of x map to rows of an operand that is broadcast to x: a mask, a bias or a table.
-
-    Attributes:
-      segments: a pair (size, has_axis) for each axis of x that is not normalised. has_axis is False
-        if the operand is broadcast along this axis. Adjacent axes with equal has_axis are merged
-        into one segment, whose size is the product of their sizes. The rows of the operand are
-        numbered in row-major order of the axes for which has_axis is True.
-      has_columns: True if the operand has the shape ``(n, cols)``, False if it has the shape ``(n,
-        1)``.
-    """
-
-    segments: tuple[tuple[int, bool], ...]
-    has_columns: bool
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the operand."""
-        return math.prod(size for size, has_axis in self.segments if has_axis)
-
-    @property
-    def sharing(self) -> int:
-        """Number of rows of x that use the same row of the operand."""
-        return math.prod(size for size, has_axis in self.segments if not has_axis)
-
-    @property
-    def run(self) -> int:
-        """Number of consecutive rows of x that form a *run*: the size of the last segment.
-
-        If the operand is broadcast along this segment, all rows of a run use the same row of the
-        operand. Otherwise, the rows of a run use consecutive rows of the operand.
-        """
-        return self.segments[-1][0] if self.segments else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,9 +214,7 @@ class Spec:
         tangent of x, and the backward pass takes an extra cotangent of x and adds it to dx.
       options: options of the operation's family.
       wrt: names of the operands that have a tangent (direction ``"tan"``), or whose gradients are
-        requested (direction ``"bwd"``). A kernel may also return other gradients. A forward pass
-        whose ``wrt`` is ``("x",)`` computes a loss and its gradient together: it also takes the
-        cotangents of `outputs`, and returns the gradient of x.
+        requested (direction ``"bwd"``). A kernel may also return other gradients.
       axes: the normalised axes of the arrays. Kernels always get arrays whose last axis is
         normalised, or whose middle axis is normalised if `inner` is above 1. Only the xla
         implementation gets other axes.
@@ -391,11 +354,6 @@ class Spec:
         x = ("x",) * (self.dtype("branch_scale") is not None)
         return self._dtypes_of_arrays((*x, *self.operation.also_saved))
 
-    @functools.cached_property
-    def operand_waits(self) -> bool:
-        """True if a kernel needs the residual or gate only after the statistics of x."""
-        return self.norm.norm_before_gate or "first" in self.operation.norms
-
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
         dtypes = [self.dtype(name) for name in names if OPERANDS.get(name) == "array"]
         return [dtype for dtype in dtypes if dtype is not None]
@@ -441,11 +399,6 @@ class Spec:
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 
     @functools.cached_property
-    def drops_entries(self) -> bool:
-        """True if some entries of a softmax may be excluded, by a mask or a causal mask."""
-        return self.is_causal or (self.has("mask") and self.drops_masked)
-
-    @functools.cached_property
     def reads_mask(self) -> bool:
         """True if the pass reads the mask.
 
@@ -463,11 +416,6 @@ class Spec:
         differentiation) returns their tangents, and the backward pass takes their cotangents.
         """
         return not set(self.statistics).isdisjoint(self.outputs)
-
-    @functools.cached_property
-    def returns_both(self) -> bool:
-        """True if this pass computes a loss and its gradient together."""
-        return self.direction == "fwd" and bool(self.wrt)
 
     @functools.cached_property
     def returns_tables(self) -> bool:

@@ -21,10 +21,11 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxnorm_kernels.mosaic.device.gpu import B200, HOPPER, RTX_5090, Gpu
-from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
-from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
-from jaxnorm_kernels.mosaic.schedules import norm_backward
+from jaxnorm_kernels.mosaic.device.gpu import B200, HOPPER, REGISTERS, RTX_5090, Gpu
+from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
+from jaxnorm_kernels.mosaic.schedules import heads
+from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
+from jaxnorm_kernels.mosaic.schedules.strips import strips_of
 from jaxnorm_kernels.specs import Spec
 
 # The text that describes a GPU to XLA, with the fields that compilation needs.
@@ -151,11 +152,15 @@ SPILLED = 32
 def assert_fits(kernel: Compiled, spec: Spec) -> None:
     """Assert that a kernel hardly spills, and that an SM has registers for the scheduled blocks."""
     assert kernel.spilled <= SPILLED
-    if spec.direction == "fwd" or not spec.is_norm:
-        return
-    schedule = norm_backward.norm_schedule(spec)
-    if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
-        assert schedule.stages >= 2
-        threads = 128 * getattr(schedule, "warpgroups", 1)
-        registers = -(-kernel.registers // 8) * 8  # allocated in groups of 8
-        assert registers * threads * schedule.blocks_per_sm <= norm_backward.REGISTERS
+    registers = -(-kernel.registers // 8) * 8  # allocated in groups of 8
+    if spec.inner > 1:
+        # The registers must suffice for two blocks per SM.
+        assert kernel.spilled == 0
+        threads = WARPGROUP_THREADS * strips_of(spec).warpgroups
+        assert registers * threads * 2 <= REGISTERS
+    elif spec.direction == "bwd" and spec.is_norm:
+        schedule: Any = heads.backward(spec) if spec.op == "norm_rope" else norm_schedule(spec)
+        if schedule is not None:
+            assert schedule.stages >= 2
+            threads = WARPGROUP_THREADS * getattr(schedule, "warpgroups", 1)
+            assert registers * threads * schedule.blocks_per_sm <= REGISTERS

@@ -1,30 +1,29 @@
-"""The kernels of functions of logits and labels: interpreted, lowered, and compiled for an H100."""
+"""The kernels of losses: interpreted, lowered, and compiled for an H100.
+
+The losses are the cross-entropy, log-probabilities with entropies, and the KL divergence. The file
+`test_divergence.py` has the values of the divergence.
+"""
 
 import functools
 import itertools
-import re
 from typing import NamedTuple
 
-import contract
 import hlo
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import norms
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.sharding import PartitionSpec
 from log_prob_cases import LogProbs
 from loss_cases import CrossEntropy, operands
-from programs import kernels_in, text_for_cuda
-from reference import assert_within, exact, of_roundings, rounding
+from programs import kernels_in
+from reference import assert_within, exact
 from specs import BF16, F16, F32, build_spec, changed
 
 import jaxnorm
-from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.cross_entropy.both import MOST_BYTES
 from jaxnorm_kernels.mosaic.cross_entropy.forward import choose
 from jaxnorm_kernels.mosaic.cross_entropy.passes import LossSchedule
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
@@ -36,6 +35,7 @@ PARTS = LossSchedule(2)
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAP = {"logits_scale": 0.7, "logit_softcap": 8.0}
 CAPPED = {**CAP, **SMOOTHED}
+CAPS = {**CAP, "teacher_softcap": 8.0}
 
 
 class Loss(NamedTuple):
@@ -43,105 +43,82 @@ class Loss(NamedTuple):
 
     Attributes:
       function: the name of the public function.
-      reference: the class that computes it in float64.
+      other: the name of the operand after the logits.
       options: options with which it is tested.
+      reference: the class that computes it in float64, if this file tests its values.
       results: the number of its results.
     """
 
     function: str
-    reference: type
+    other: str
     options: dict
+    reference: type | None = None
     results: int = 1
 
 
-CE, LP = "cross_entropy", "log_prob_and_entropy"
+CE, LP, KL = "cross_entropy", "log_prob_and_entropy", "kl_divergence"
 LOSSES = {
-    CE: Loss("softmax_cross_entropy_with_integer_labels", CrossEntropy, CAPPED),
-    LP: Loss("log_prob_and_entropy", LogProbs, CAP, 2),
+    CE: Loss("softmax_cross_entropy_with_integer_labels", "labels", CAPPED, CrossEntropy),
+    LP: Loss("log_prob_and_entropy", "labels", CAP, LogProbs, 2),
+    KL: Loss("kl_divergence", "teacher_logits", CAPS),
 }
+of_labels = pytest.mark.parametrize("op", [CE, LP])
 each_loss = pytest.mark.parametrize("op", LOSSES)
 
 
 def make_spec(op, rows, cols, dtype, **options):
-    return build_spec(op, "fwd", rows, cols, np.dtype(dtype), F32, want_stats=True, **options)
-
-
-def run(module, spec, given, **schedule):
-    """Run a pass of an implementation. `given` maps the names of its operands to arrays."""
-    return contract.call(module, spec, *map(given.get, norms.names_of(spec)), **schedule)
-
-
-def of_backward(x, results, stats, cotangents):
-    """Return the operands that only the backward takes: a dict from their names to arrays."""
-    names = dict(zip(("entropy", "dy", "dentropy"), (*results[1:], None, None)[:1] + cotangents))
-    return {"saved": x, "stats": stats, **names}
+    dtype = np.dtype(dtype)
+    if op == KL:
+        options = {"teacher_dtype": dtype} | options
+    return build_spec(op, "fwd", rows, cols, dtype, F32, want_stats=True, **options)
 
 
 @functools.lru_cache(maxsize=8)
-def in_one_kernel(spec, schedule=None):
-    """Return a function that runs both passes in one kernel. The gradient overwrites the logits."""
-    spec = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=spec.x_dtype)
+def both_passes(spec, schedule=None, parts=PARTS, gradient_dtype=None):
+    """Return a function that runs both passes, and returns the results and the logits' gradient.
 
-    def both(x, labels, d, positions=None):
-        operands = Operands(x, labels=labels, positions=positions)
-        results, gradients = mosaic.both(operands, Results(d), spec, schedule=schedule)
-        return results.y, gradients.x
-
-    return jax.jit(both)
-
-
-@functools.lru_cache(maxsize=8)
-def forward_and_backward(spec, schedule=None, parts=PARTS, overwrites=False):
-    """Return a function of logits, labels, cotangents and (if the spec has them) positions.
-
-    It runs both passes. It is cached, so that calls with equal arguments compile once.
+    The function takes the logits, the labels or the teacher's logits, a tuple with a cotangent for
+    each result, and optional operands. If `gradient_dtype` is the logits' dtype, the gradient may
+    overwrite the logits. The function is cached, so that calls with equal arguments compile once.
     """
-    backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
-    count = LOSSES[spec.op].results
+    backward = changed(spec, direction="bwd", want_stats=False, gradient_dtype=gradient_dtype)
+    loss = LOSSES[spec.op]
 
-    def both(x, labels, *others):
-        positions = others[count] if len(others) > count else None
-        given = {"x": x, "labels": labels, "positions": positions}
-        *results, stats = run(mosaic, spec, given, schedule=schedule)
-        given |= of_backward(x, results, stats, others[:count])
-        return *results, run(mosaic, backward, given, schedule=parts)[0]
+    def run(x, other, cotangents, positions=None, logits_scale=None):
+        given = {loss.other: other, "logits_scale": logits_scale}
+        found = mosaic.forward(Operands(x, positions=positions, **given), spec, schedule=schedule)
+        saved = Residuals(x, stats=found.stats, y=found.y, entropy=found.entropy, **given)
+        of_results = Results(cotangents[0], entropy=cotangents[-1])
+        gradients = mosaic.backward(saved, of_results, backward, schedule=parts)
+        return *(found.y, found.entropy)[: loss.results], gradients.x
 
-    return jax.jit(both)
+    return jax.jit(run)
 
 
 def cotangents(op, d):
     return (d, jnp.flip(d) - 0.3)[: LOSSES[op].results]
 
 
-def check(
-    op,
-    x,
-    labels,
-    d,
-    positions=None,
-    *,
-    program=forward_and_backward,
-    schedule=None,
-    padding=0,
-    **options,
-):
+def check(op, x, labels, d, *, schedule=None, padding=0, positions=None, scales=None, **options):
     """Run both passes in the interpreter and assert that the results are within their bounds.
 
-    ``program(spec, schedule)`` returns the function that runs both passes.
+    `scales` has a scale for each row, or is None.
     """
     rows, classes = x.shape
-    has = {"has_positions": positions is not None, "padding": padding}
-    spec = make_spec(op, rows, classes + padding, x.dtype, **has, **options)
+    has = {"has_positions": positions is not None, "has_scale": scales is not None}
+    spec = make_spec(op, rows, classes + padding, x.dtype, padding=padding, **has, **options)
     # The padding is filled with the dtype's largest number. It must not be added to any sum. Its
     # gradient must be 0, because later matmuls read it.
-    wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
+    wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max, x.dtype)], 1)
     d = cotangents(op, d)
-    arrays = [a for a in (wide, labels, *d, positions) if a is not None]
     with mosaic.interpreted():
-        *results, dx = program(spec, schedule)(*arrays)
+        *results, dx = both_passes(spec, schedule)(wide, labels, d, positions, scales)
     assert not dx[:, classes:].any()
-    given = {"positions": positions, "dtype": x.dtype.name}
-    expected = LOSSES[op].reference(x, labels, **given, **options)
+    if positions is not None:
+        assert not any(a[~positions].any() for a in (*results, dx))
+    if scales is not None:
+        options["logits_scale"] = np.where(positions, exact(scales), 1)[:, None]
+    expected = LOSSES[op].reference(x, labels, positions=positions, dtype=x.dtype.name, **options)
     for ours, wanted, bound in zip(results, expected.results, expected.bounds, strict=True):
         assert_within(ours, wanted, bound)
     assert not any(np.any(exact(entropy) < 0) for entropy in results[1:])
@@ -196,128 +173,8 @@ def test_values(op, cols, dtype, schedule, options):
 )
 def test_a_scale_for_each_row(op, cols, dtype, options):
     """Each row may have its own scale, which may be negative or 0, and NaN in masked rows."""
-    x, labels, d = operands((5, cols), dtype)
-    d, positions = cotangents(op, d), jnp.arange(5) != 2
-    scales = jnp.array([0.7, -1.5, jnp.nan, 3.0, 0.0])
-    given = {"labels": labels, "logits_scale": scales}
-    of_rows = Operands(x, positions=positions, **given)
-    spec = make_spec(op, *x.shape, dtype, has_positions=True, has_scale=True, **options)
-
-    def two_kernels():
-        y = mosaic.forward(of_rows, spec)
-        residuals = Residuals(x, stats=y.stats, entropy=y.entropy, **given)
-        backward = changed(spec, direction="bwd", want_stats=False)
-        return y, mosaic.backward(residuals, Results(d[0], entropy=d[-1]), backward)
-
-    def one_kernel():
-        one = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=spec.x_dtype)
-        return mosaic.both(of_rows, Results(d[0]), one)
-
-    programs = [two_kernels, one_kernel] if op == CE and cols != 301 else [two_kernels]
-    exact_scales = np.where(positions, exact(scales), 1)[:, None]
-    expected = LOSSES[op].reference(
-        x, labels, positions=positions, logits_scale=exact_scales, dtype=dtype, **options
-    )
-    for program in programs:
-        with mosaic.interpreted():
-            y, gradients = jax.jit(program)()
-        results = (y.y, y.entropy)[: len(d)]
-        assert not any(a[2].any() for a in (*results, gradients.x))
-        for ours, wanted, bound in zip(results, expected.results, expected.bounds, strict=True):
-            assert_within(ours, wanted, bound)
-        assert_within(gradients.x, expected.gradient(*d), expected.gradient_bound(*d))
-
-
-@pytest.mark.parametrize(
-    ("cols", "padding", "dtype", "schedule", "options"),
-    [
-        (4096, 0, "bfloat16", LossSchedule(2), {}),
-        (4096, 0, "bfloat16", LossSchedule(1, warpgroups=2), SMOOTHED),
-        (2056, 0, "float16", LossSchedule(1, warpgroups=2), {"z_loss": 0.1}),
-        (3000, 0, "float32", LossSchedule(2), SMOOTHED),
-        (4089, 7, "bfloat16", None, {}),
-        (2047, 1, "float32", LossSchedule(1, warpgroups=2), CAPPED),
-        (1025, 7, "bfloat16", LossSchedule(1, warpgroups=2), CAPPED),
-        (16384, 0, "bfloat16", None, {}),
-    ],
-    ids=str,
-)
-def test_one_kernel(cols, padding, dtype, schedule, options):
-    """The kernel that computes both passes is accurate.
-
-    Masked rows have a loss and a gradient of 0.
-    """
-    x, labels, d = operands((3, cols), dtype)
-    given = {"program": in_one_kernel, "schedule": schedule, "padding": padding, **options}
-    check(CE, x, labels.at[0].set(cols - 1), d, **given)
-    positions = jnp.array([True, False, True])
-    check(CE, x, labels.at[1].set(-1), d, positions, **given)
-
-
-def test_one_kernel_is_both_passes():
-    """The kernel that computes both passes returns the same results as two separate kernels.
-
-    Some rows have a label out of range, infinite or NaN logits, or a masked position. The kernel
-    may also return the gradient in another dtype than the logits.
-    """
-    x, labels, d = operands((8, 1032), "float32")
-    labels = labels.at[0].set(-1).at[1].set(1032).at[2].set(-100)
-    x = x.at[2].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf)
-    x = x.at[5].set(0).at[5, (labels[5] + 1) % 1032].set(1e4).at[6].set(-jnp.inf)
-    x = x.at[6, labels[6]].set(2)
-    positions = jnp.arange(8) != 2
-    spec = make_spec(CE, 8, 1032, "float32", has_positions=True)
-    with mosaic.interpreted():
-        loss, dx = in_one_kernel(spec)(x, labels, d.at[2].set(jnp.nan), positions)
-        expected, *_, gradient = forward_and_backward(spec)(x, labels, d, positions)
-    np.testing.assert_array_equal(loss, expected)
-    # The backward kernel may round the statistics, and the arithmetic after them, in another way
-    # than the kernel that computes both passes.
-    assert_within(dx, exact(gradient), of_roundings(16, "float32", np.abs(exact(gradient))))
-    one = changed(spec, want_stats=False, wrt=("x",), gradient_dtype=BF16)
-    with mosaic.interpreted():
-        operands_ = Operands(x, labels=labels, positions=positions)
-        other = mosaic.both(operands_, Results(d), one)[1].x
-    assert_within(other, exact(dx), rounding(exact(dx), "bfloat16"))
-
-
-def check_linear_in_one_kernel(op, function, shapes, reduction, sharded):
-    """Assert that one kernel computes both passes of a chunk's logits.
-
-    `function` is a linear loss of arrays of these shapes. If `sharded`, it runs in `jax.shard_map`.
-    """
-    arrays = [jax.ShapeDtypeStruct((1, *shape), BF16) for shape in shapes]
-    options = {"where": jnp.arange(6) != 2, "reduction": reduction, "chunk": 4}
-
-    def program(implementation):
-        def loss(*arrays):
-            given = [a[0] for a in arrays]
-            return jnp.sum(function(*given, **options, implementation=implementation))[None]
-
-        def step(*arrays):
-            y, vjp = jax.vjp(loss, *arrays)
-            return y, *vjp(y)
-
-        if not sharded:
-            return step
-        mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-        specs = PartitionSpec("devices")
-        return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
-
-    for implementation, expected in {"mosaic": ["both"], None: ["both"], "xla": []}.items():
-        text = text_for_cuda(program(implementation), *arrays)
-        names = re.findall(rf"jaxnorm_{op}_(\w+)_mosaic_gpu", text)
-        # With reduction "none", the kernel "both" runs only in the backward pass, because it needs
-        # the cotangents. So in the forward pass, a kernel "fwd" computes the losses.
-        assert names == ["fwd"] * (reduction == "none" and bool(expected)) + expected
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_linear_loss_in_one_kernel(reduction, sharded):
-    """One kernel computes the losses and the gradient of a chunk's logits."""
-    loss = functools.partial(jaxnorm.linear_softmax_cross_entropy, labels=jnp.arange(6))
-    check_linear_in_one_kernel(CE, loss, [(6, 16), (16, 1001)], reduction, sharded)
+    scales, positions = jnp.array([0.7, -1.5, jnp.nan, 3.0, 0.0]), jnp.arange(5) != 2
+    check(op, *operands((5, cols), dtype), scales=scales, positions=positions, **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -325,7 +182,7 @@ def test_a_vocabulary(dtype):
     check(LP, *operands((2, 50257), dtype))
 
 
-@each_loss
+@of_labels
 def test_rows_of_all_kinds(op):
     """Rows with bad labels, non-finite logits or masked positions have the correct results."""
     x, labels, d = operands((9, 515), "float32")
@@ -336,9 +193,9 @@ def test_rows_of_all_kinds(op):
     x = x.at[8, labels[8]].set(2)
     positions = jnp.arange(9) != 2
     spec = make_spec(op, 9, 515, "float32", has_positions=True)
-    of_nan = [a.at[2].set(jnp.nan) for a in cotangents(op, d)]
+    of_nan = tuple(a.at[2].set(jnp.nan) for a in cotangents(op, d))
     with mosaic.interpreted():
-        *results, dx = forward_and_backward(spec)(x, labels, *of_nan, positions)
+        *results, dx = both_passes(spec)(x, labels, of_nan, positions)
     for a in (results[0], dx.sum(-1)):
         assert np.isnan(a).tolist() == [True, True, False, True, True, *[False] * 4]
     for entropy in results[1:]:
@@ -393,16 +250,8 @@ def test_classes_that_are_masked_by_the_lowest_number(dtype):
 def test_padding(op, classes, padding, dtype, options):
     """Padding columns are not classes, and a label in the padding is out of range."""
     x, labels, d = operands((3, classes), dtype)
-    labels = labels.at[0].set(classes - 1)
+    labels = labels.at[0].set(classes - 1).at[1].set(classes)
     check(op, x, labels, d, padding=padding, **options)
-    if op == LP:
-        return
-    with mosaic.interpreted():
-        spec = make_spec(op, 3, classes + padding, dtype, padding=padding, **options)
-        wide = jnp.concatenate([x, x[:, :padding]], 1)
-        loss, dx = forward_and_backward(spec)(wide, labels.at[1].set(classes), d)
-    assert np.isnan(loss).tolist() == [False, True, False]
-    assert np.isnan(dx).any(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -416,31 +265,28 @@ def test_gradient_in_the_logits_place(op, cols, dtype):
     """If the gradient overwrites the logits, all results are bitwise the same."""
     x, labels, d = operands((9, cols), dtype)
     spec = make_spec(op, 9, cols, dtype, **(SMOOTHED if op == CE else {}))
-    given = {"x": x, "labels": labels}
-    *results, stats = jax.jit(functools.partial(run, xla, spec))(given)
-    given |= of_backward(x, results, stats, cotangents(op, d))
-    found = []
-    for overwrites in (False, True):
-        backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
-        call = jax.jit(functools.partial(run, mosaic, backward, schedule=PARTS))
-        with mosaic.interpreted():
-            dx, *_ = call(given)
-        found.append(np.asarray(dx).view(np.uint8))
-    np.testing.assert_array_equal(*found)
+    with mosaic.interpreted():
+        check_gradient_in_the_logits_place(spec, x, labels, cotangents(op, d))
+
+
+def check_gradient_in_the_logits_place(spec, *given):
+    results = [both_passes(spec, gradient_dtype=dtype)(*given) for dtype in (None, spec.x_dtype)]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(exact(a), exact(b))
+        assert not jnp.isnan(a).any()
 
 
 @each_loss
 def test_no_races(op):
-    for cols, dtype in ((2048, "bfloat16"), (1031, "float32")):
+    for cols, dtype, schedule in (
+        (2048, "bfloat16", None),
+        (1031, "float32", None),
+        (2048, "float32", LossSchedule(1, warpgroups=2)),
+    ):
         x, labels, d = operands((2, cols), dtype)
+        given = x, x if op == KL else labels, cotangents(op, d)
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-            forward_and_backward(make_spec(op, 2, cols, dtype))(x, labels, *cotangents(op, d))
-        assert not interpret_pallas_call.get_races().races_found
-    if op == CE:
-        x, labels, d = operands((2, 2048), "bfloat16")
-        schedule = LossSchedule(1, warpgroups=2)
-        with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-            in_one_kernel(make_spec(op, 2, 2048, BF16), schedule)(x, labels, d)
+            both_passes(make_spec(op, 2, cols, dtype), schedule)(*given)
         assert not interpret_pallas_call.get_races().races_found
 
 
@@ -470,15 +316,6 @@ def test_schedules():
     assert choose(make_spec(CE, 5, 128256, BF16), HOPPER) == LossSchedule(2, 4)
 
 
-# The longest rows of bfloat16 logits of which one kernel computes both passes.
-_LONGEST = MOST_BYTES // 2
-
-
-def both_spec(op, cols):
-    spec = make_spec(op, 8, cols, BF16)
-    return changed(spec, want_stats=False, wrt=("x",), gradient_dtype=BF16)
-
-
 @each_loss
 def test_what_the_kernels_refuse(op):
     refusals = {
@@ -487,13 +324,10 @@ def test_what_the_kernels_refuse(op):
         "float64": make_spec(op, 8, 1000, np.float64),
         "size 0": make_spec(op, 0, 1000, BF16),
         "parts than": changed(make_spec(op, 2**26, 2**18, BF16), direction="bwd"),
-        "multiple of 16 bytes" if op == CE else "only cross-entropy": both_spec(op, 1001),
-        "L2 cache" if op == CE else "only cross-entropy ": both_spec(op, _LONGEST + 8),
     }
     for words, spec in refusals.items():
         assert words in mosaic.why_unsupported(spec)
     assert mosaic.why_unsupported(make_spec(op, 8, 1000, BF16)) is None
-    assert (mosaic.why_unsupported(both_spec(op, _LONGEST)) is None) == (op == CE)
     for dtype in ("bfloat16", "float32"):
         function = LOSSES[op].function
         plan = jaxnorm.implementation_for(function, (8192, 50257), dtype, platform="cuda")
@@ -504,16 +338,20 @@ def test_what_the_kernels_refuse(op):
 
 
 def types_of(spec, label_dtype="int32"):
-    """Return the types of logits, labels, cotangents and (if the spec has them) positions."""
-    types = dict(zip(norms.names_of(spec), norms.types_of(spec, np.dtype(label_dtype))))
-    d = [jax.ShapeDtypeStruct(types["labels"].shape, F32)] * LOSSES[spec.op].results
-    arrays = (types["x"], types["labels"], *d, types["positions"])
-    return [a for a in arrays if a is not None]
+    """Return the types of the operands of `both_passes`."""
+    shape = (spec.rows, spec.cols)
+    other = (shape, spec.loss.teacher_dtype) if spec.op == KL else (shape[:1], label_dtype)
+    positions = [(shape[:1], bool)] * spec.loss.has_positions
+    x, other, d, *positions = (
+        jax.ShapeDtypeStruct(*each)
+        for each in [(shape, spec.x_dtype), other, (shape[:1], F32), *positions]
+    )
+    return x, other, (d,) * LOSSES[spec.op].results, *positions
 
 
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize(
-    ("op", "rows", "cols", "dtype", "label_dtype"),
+    ("op", "rows", "cols", "dtype", "other"),
     [
         (CE, 5, 128256, BF16, "int32"),
         (CE, 512, 50257, F32, "int8"),
@@ -523,44 +361,37 @@ def types_of(spec, label_dtype="int32"):
         (LP, 5, 128256, BF16, "int32"),
         (LP, 512, 50257, F32, "uint8"),
         (LP, 512, 4096, F16, "int64"),
+        (KL, 5, 128256, BF16, BF16),
+        (KL, 512, 50257, F32, BF16),
+        (KL, 512, 4096, F16, F16),
     ],
     ids=str,
 )
-def test_lowers(op, rows, cols, dtype, label_dtype):
+def test_lowers(op, rows, cols, dtype, other):
+    """Each pass is one kernel. `other` is the dtype of the labels, or of the teacher's logits."""
     with jax.enable_x64(True):
-        options = SMOOTHED if op == CE else CAP
-        spec = make_spec(op, rows, cols, dtype, has_positions=True, **options)
-        assert kernels_in(forward_and_backward(spec), *types_of(spec, label_dtype)) == 2
-
-
-def test_programs():
-    """Each pass is one kernel, even under `jax.vmap` and with `save_policy`."""
-    types = [((8, 512, 32768), BF16), ((8, 512), "int32"), ((8, 512), bool)]
-    x, labels, where = (jax.ShapeDtypeStruct(*of) for of in types)
-
-    def loss(x, labels, where):
-        function = jaxnorm.softmax_cross_entropy_with_integer_labels
-        return jnp.sum(function(x, labels, where=where, implementation="mosaic"))
-
-    for function in (
-        loss,
-        lambda *arrays: jnp.sum(jax.vmap(loss)(*arrays)),
-        jax.checkpoint(loss, policy=jaxnorm.save_policy),
-    ):
-        assert kernels_in(jax.grad(function), x, labels, where) == 2
+        options = {**LOSSES[op].options, "has_positions": True}
+        for reverse in (False, True) if op == KL else (False,):
+            options |= {"teacher_dtype": np.dtype(other), "reverse": reverse} if op == KL else {}
+            spec = make_spec(op, rows, cols, dtype, **options)
+            assert kernels_in(both_passes(spec), *types_of(spec, other)) == 2
 
 
 # With 64 registers per thread, four blocks fit into an SM; with 80 or 96, at least two do. Kernels
 # need more than 64 if labels are smoothed, if logits are capped, or if a third sum is computed.
+# Those of a divergence need up to 128.
 @pytest.mark.parametrize(
     ("op", "options", "registers"),
     [
-        (CE, {}, 64),
-        (CE, SMOOTHED, 96),
-        (CE, {"logit_softcap": 30.0}, 80),
-        (CE, CAPPED, 96),
-        (LP, {}, 96),
-        (LP, CAP, 96),
+        (CE, {}, (64, 96)),
+        (CE, SMOOTHED, (96, 96)),
+        (CE, {"logit_softcap": 30.0}, (80, 96)),
+        (CE, CAPPED, (96, 96)),
+        (LP, {}, (96, 96)),
+        (LP, CAP, (96, 96)),
+        (KL, {}, (128, 128)),
+        (KL, {"reverse": True}, (128, 128)),
+        (KL, CAPS, (128, 128)),
     ],
     ids=str,
 )
@@ -571,16 +402,14 @@ def test_programs():
 )
 def test_registers(cols, dtype, op, options, registers, compiler):
     spec = make_spec(op, 8192, cols, dtype, has_positions=bool(options), **options)
-    backward, forward = compiler.compile(
-        forward_and_backward(spec, parts=LossSchedule(4)), types_of(spec)
-    )
+    parts = LossSchedule(2 if op == KL else 4)
+    # The logits of a linear divergence are float32, and their gradient often has 16 bits.
+    gradient_dtype = BF16 if op == KL else None
+    program = both_passes(spec, parts=parts, gradient_dtype=gradient_dtype)
+    backward, forward = compiler.compile(program, types_of(spec))
     assert (forward.spilled, backward.spilled) == (0, 0)
-    assert forward.registers <= registers
-    assert backward.registers <= 96
-    one = both_spec(op, cols)
-    if mosaic.why_unsupported(one) is None:
-        (kernel,) = compiler.compile(in_one_kernel(spec), types_of(spec))
-        assert (kernel.spilled, kernel.registers <= 128) == (0, True)
+    assert forward.registers <= registers[0]
+    assert backward.registers <= registers[1]
 
 
 @pytest.mark.compiles
@@ -600,87 +429,30 @@ def test_nothing_else_of_the_logits_size(op, dtype, implementation, has_scales, 
         getattr(jaxnorm, LOSSES[op].function), implementation=implementation, **options
     )
 
-    def step(x, labels, scales, *d):
+    def step(x, other, scales, *d):
         scaled = {"logits_scale": scales} if has_scales else {}
-        results, vjp = jax.vjp(lambda x: function(x, labels, **scaled), x)
+        results, vjp = jax.vjp(lambda x: function(x, other, **scaled), x)
         return results, *vjp(d if op == LP else d[0])
 
-    shapes = [((8, 512, 50257), dtype), ((8, 512), np.int32)]
-    shapes += [((8, 512), F32)] * (1 + LOSSES[op].results)
+    logits, row = ((8, 512, 50257), dtype), (8, 512)
+    shapes = [logits, logits if op == KL else (row, np.int32)]
+    shapes += [(row, F32)] * (1 + LOSSES[op].results)
     arrays = [jax.ShapeDtypeStruct(s, t, sharding=compiler.sharding) for s, t in shapes]
     text = jax.jit(step).lower(*arrays).compile().as_text()
     made = hlo.made(text, 8 * 512 * 50257)
     assert made == (["custom-call"] if implementation is None else ["fusion"])
 
 
-@pytest.mark.compiles
-def test_a_slice_that_begins_anywhere_is_copied(compiler):
-    """Kernels require aligned arrays, so XLA copies a slice before it passes it to a kernel."""
-    rows, cols = 255, 50257
-    x = jax.ShapeDtypeStruct((3, rows, cols), BF16, sharding=compiler.sharding)
-    labels = jax.ShapeDtypeStruct((rows,), np.int32, sharding=compiler.sharding)
-    cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
-
-    def static(x, labels):
-        return cross_entropy(x[1], labels)
-
-    def scanned(x, labels):
-        return jax.lax.map(lambda x: cross_entropy(x, labels), x)
-
-    for function in (static, scanned):
-        text = jax.jit(function).lower(x, labels).compile().as_text()
-        assert "mosaic_gpu" in text
-        assert "dynamic-slice-fusion" not in text
-
-
 # ------------------------------------------------------------------------------------ on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-4}, SMOOTHED, CAPPED], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(
-    ("rows", "cols", "padding"),
-    [(512, 50257, 7), (2048, 128256, 0), (300, 131, 5), (3000, 4096, 0)],
-)
-def test_one_kernel_on_a_gpu(rows, cols, padding, dtype, options):
-    """One kernel returns the loss, and overwrites the logits by their gradient.
-
-    The results of 16 rows are compared with float64.
-    """
-    x, labels, d = operands((rows, cols), dtype)
-    x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=jnp.finfo(dtype).max)
-    positions = jnp.arange(rows) % 7 != 3
-    has = {"has_positions": True, "padding": padding}
-    spec = make_spec(CE, rows, cols + padding, dtype, **options, **has)
-    if mosaic.why_unsupported(changed(spec, want_stats=False, wrt=("x",), gradient_dtype=x.dtype)):
-        return  # Rows of 128256 float32 numbers are too long for the L2 cache.
-    loss, dx = in_one_kernel(spec)(x, labels, d, positions)
-    assert not loss[3::7].any()
-    assert not dx[3::7].any()
-    assert not dx[:, cols:].any()
-    some = np.linspace(0, rows - 1, 16).astype(int)
-    x, labels, d, positions, loss, dx = (a[some] for a in (x, labels, d, positions, loss, dx))
-    expected = CrossEntropy(x[:, :cols], labels, positions=positions, dtype=dtype, **options)
-    assert_within(loss, expected.loss, expected.loss_bound())
-    assert_within(dx[:, :cols], expected.gradient(d), expected.gradient_bound(d))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("label_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "cols"), [(512, 50257), (2048, 128256), (300, 131)])
-@each_loss
+@of_labels
 def test_gradient_in_the_logits_place_on_a_gpu(op, rows, cols, dtype, label_dtype):
     with jax.enable_x64(True):
         x, labels, d = operands((rows, cols), dtype)
-        spec = make_spec(op, rows, cols, dtype)
-        results = [
-            forward_and_backward(spec, overwrites=overwrites)(
-                x, labels.astype(label_dtype), *cotangents(op, d)
-            )
-            for overwrites in (False, True)
-        ]
-        for a, b in zip(*results, strict=True):
-            assert jnp.array_equal(a, b)
-            assert not jnp.isnan(a).any()
+        given = x, labels.astype(label_dtype), cotangents(op, d)
+        check_gradient_in_the_logits_place(make_spec(op, rows, cols, dtype), *given)

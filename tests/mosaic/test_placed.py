@@ -9,8 +9,7 @@ import pytest
 import refused
 import test_logits
 from jax.sharding import PartitionSpec as P
-from logits_cases import KINDS, SCALE, Case, mixed, of_width, op_of
-from placed_cases import interpret, interpreted, lower
+from logits_cases import SCALE, Case, mixed, of_width, op_of, operand_types
 from program_error import assert_computes
 from programs import text_for_cuda
 from reference import SAFETY, assert_within, rounding
@@ -23,7 +22,40 @@ from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.mosaic.rows.logits import operand_row, row_of_x
 from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.specs import Shared
+
+
+def interpret(call, *arrays):
+    with mosaic.interpreted():
+        return jax.jit(call.kernel("mosaic"))(*arrays)
+
+
+def interpreted(op):
+    """Return softmax or log_softmax with its kernels running in the interpreter.
+
+    Like the public function, it can be differentiated.
+    """
+
+    def function(x, *, where=None, scale=1.0, bias=None, causal=False, dtype=None, **others):
+        shapes = [None if a is None else a.shape for a in (where, bias)]
+        case = Case(x.shape, *shapes, causal, scale)
+        dtypes = x.dtype, None if bias is None else bias.dtype, dtype
+        mask = [] if where is None else [jnp.expand_dims(where, [*range(x.ndim - where.ndim)])]
+
+        @jax.custom_vjp
+        def run(x, *bias):
+            bias = [jnp.expand_dims(b, [*range(x.ndim - b.ndim)]) for b in bias]
+            return interpret(case.call(op, *dtypes), x, *mask, *bias)[0]
+
+        def backward(kept, dy):
+            y, *shapes = kept
+            dx, *dbias = interpret(case.backward(op, *dtypes), y, *mask, dy)
+            return dx, *(d.reshape(b.shape) for d, b in zip(dbias, shapes))
+
+        run.defvjp(lambda *primals: (y := run(*primals), (y, *primals[1:])), backward)
+        return run(*[a for a in (x, bias) if a is not None])
+
+    return function
+
 
 # The cases cover each kind of tile, and each way to broadcast a mask or a bias. Either all rows of
 # a tile share one row of the mask, or each row of x has its own. The mask has all columns of x, or
@@ -64,41 +96,46 @@ EDGES = [
     Case((2, 5000), mask=(2, 5000), scale=1.0, bias=(5000,)),
     Case((64, 72), causal=True, mask=(64, 72), scale=1.0),
 ]
+each_edge = pytest.mark.parametrize("case", EDGES, ids=str)
+
+
+def kept_of(case, mask):
+    """Return True for the elements that neither `mask` nor the causal mask masks."""
+    causal = jnp.tril(jnp.ones((case.shape[0], case.shape[-1]), bool)) if case.causal else True
+    return mask & causal
 
 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("op", FUNCTIONS)
-@pytest.mark.parametrize("case", EDGES, ids=str)
+@each_edge
 def test_what_takes_no_part_does_not_matter(case, op):
     """Masked elements have no effect, even if they are NaN.
 
     This also holds if all unmasked elements of the row are -inf.
     """
-    rows = case.shape[0]
     mask = test_logits.mask_of(case.mask).at[0].set(False)
-    kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, case.shape[-1]), bool))
+    kept = kept_of(case, mask)
     x = data(case.shape, "float32").at[1, ..., 1:].set(-jnp.inf).at[1, ..., 0].set(jnp.inf)
-    if rows > 5:
+    if case.shape[0] > 5:
         x = x.at[3].set(-jnp.inf).at[4, ..., 1].set(jnp.nan).at[5, ..., :3].set(-jnp.inf)
     d = data(case.shape, "float32", seed=1)
     bias = [jnp.zeros(case.call(op, F32).view.logits_bias)] * (case.bias is not None)
     forward, backward = case.call(op, F32), case.backward(op, F32)
     # The kernel's x has NaN in masked entries, which it must not use. XLA's x has 0 there.
-    (expected,) = forward.xla(jnp.where(kept, x, 0), mask, *bias)
+    operands = jnp.where(kept, x, 0), mask, *bias
     (y,) = interpret(forward, jnp.where(kept, x, jnp.nan), mask, *bias)
-    assert_computes(y, lambda *a: forward.xla(*a)[0], jnp.where(kept, x, 0), mask, *bias)
+    assert_computes(y, lambda *a: forward.xla(*a)[0], *operands)
+    (expected,) = forward.xla(*operands)
     got = interpret(backward, expected, mask, jnp.where(kept, d, jnp.inf))
     assert_computes(got, backward.xla, expected, mask, jnp.where(kept, d, 0))
 
 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("op", FUNCTIONS)
-@pytest.mark.parametrize("case", EDGES, ids=str)
+@each_edge
 def test_nan_of_what_takes_part_stays_there(case, op):
     """A NaN cotangent affects only its row, and masked entries of that row stay 0."""
     mask = test_logits.mask_of(case.mask).at[..., 0].set(True)
-    rows, cols = case.shape[0], case.shape[-1]
-    kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, cols), bool))
     d = data(case.shape, "float32", seed=1)
     forward, backward = case.call(op, F32), case.backward(op, F32)
     bias = [jnp.zeros(forward.view.logits_bias)] * (case.bias is not None)
@@ -107,7 +144,7 @@ def test_nan_of_what_takes_part_stays_there(case, op):
         interpret(backward, y, mask, cotangent) for cotangent in (d.at[1, ..., 0].set(jnp.nan), d)
     )
     dx = np.asarray(broken[0])
-    np.testing.assert_array_equal(dx[~kept], 0)
+    np.testing.assert_array_equal(dx[~kept_of(case, mask)], 0)
     assert np.isnan(dx[1, ..., 0]).all()
     np.testing.assert_array_equal(np.delete(dx, 1, 0), np.delete(clean[0], 1, 0))
     for dbias in broken[1:]:
@@ -115,15 +152,18 @@ def test_nan_of_what_takes_part_stays_there(case, op):
 
 
 FILL = float(np.finfo(np.float32).min)
-FILLED = [
-    Case((64, 1, 72), mask=(64, 1, 72), scale=1.0, masked_logit=FILL),
-    Case((4, 600), mask=(4, 600), scale=1.0, bias=(4, 600), masked_logit=FILL),
-    Case((4, 5000), mask=(5000,), scale=1.0, bias=(1, 5000), masked_logit=FILL),
-]
 
 
 @pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.parametrize("case", FILLED, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((64, 1, 72), mask=(64, 1, 72), scale=1.0, masked_logit=FILL),
+        Case((4, 600), mask=(4, 600), scale=1.0, bias=(4, 600), masked_logit=FILL),
+        Case((4, 5000), mask=(5000,), scale=1.0, bias=(1, 5000), masked_logit=FILL),
+    ],
+    ids=str,
+)
 def test_what_is_masked_may_take_part(case):
     """With a finite `masked_logit`, as in Flax, a fully masked row gives equal probabilities.
 
@@ -157,39 +197,35 @@ def test_the_gradient_of_one_value_for_a_row_is_refused_beside_masked_logits():
     )
 
 
+# --------------------------------------------------------------------------------------- lowering
+
+
+def assert_lowers(*calls):
+    for call in calls:
+        assert mosaic.why_unsupported(call.as_seen_by("mosaic")) is None
+        assert mosaic.why_not_default(call.as_seen_by("mosaic")) is None
+        assert "mosaic_gpu" in text_for_cuda(call.kernel("mosaic"), *operand_types(call))
+
+
 @pytest.mark.parametrize(("kind", "cols", "dtypes"), [*mixed()])
 def test_default_schedules_lower(kind, cols, dtypes):
-    op = op_of(kind, cols)
-    case = of_width(kind, 512, cols)
-    for call in (case.call(op, *dtypes), case.backward(op, *dtypes)):
-        assert mosaic.why_unsupported(call.as_seen_by("mosaic")) is None
-        assert "mosaic_gpu" in lower(call)
+    op, case = op_of(kind, cols), of_width(kind, 512, cols)
+    assert_lowers(case.call(op, *dtypes), case.backward(op, *dtypes))
 
 
 @pytest.mark.parametrize("queries", [6, 197])
 @pytest.mark.parametrize("cols", [49, 197, 512, 1000, 2048])
 def test_runs_of_any_length_lower(cols, queries):
+    """The rows of a tile belong to one matrix, of which each has any number of rows."""
     shape = (24, 4, queries, cols)
-    for case in (
-        Case(shape, causal=True),
-        Case(shape, bias=(4, queries, cols), mask=(24, 1, 1, 1)),
+    for case, run in (
+        (Case(shape, causal=True), queries),
+        (Case(shape, bias=(4, queries, cols), mask=(24, 1, 1, 1)), 4 * queries),
     ):
-        for call in (case.call("softmax", BF16), case.backward("log_softmax", BF16)):
-            assert mosaic.why_unsupported(call.as_seen_by("mosaic")) is None
-            assert "mosaic_gpu" in lower(call)
-
-
-def test_rows_are_whole_parts_of_runs():
-    for queries, cols in ((2048, 64), (100, 100), (197, 1000), (49, 72), (1, 64)):
-        for case in (
-            Case((4, 8, queries, cols), bias=(8, queries, cols), causal=True),
-            Case((4, 8, queries, cols), bias=(4, 1, 1, cols)),
-        ):
-            run = queries if case.causal else 8 * queries
-            spec = case.call("softmax", F32).as_seen_by("mosaic")
-            assert run % choose(spec).rows == 0
-            spec = case.backward("softmax", F32).as_seen_by("mosaic")
-            assert run % softmax_schedule(spec).rows == 0
+        forward, backward = case.call("softmax", BF16), case.backward("log_softmax", BF16)
+        assert_lowers(forward, backward)
+        assert run % choose(forward.as_seen_by("mosaic")).rows == 0
+        assert run % softmax_schedule(backward.as_seen_by("mosaic")).rows == 0
 
 
 def test_plain_jax_computes_the_specs_of_kernels():
@@ -198,18 +234,6 @@ def test_plain_jax_computes_the_specs_of_kernels():
     spec = Case(x.shape, causal=True, scale=1.0).call("softmax", F32).as_seen_by("mosaic")
     y = xla.forward(Operands(x.reshape(-1, 8)), spec).y
     np.testing.assert_array_equal(y.reshape(x.shape), jaxnorm.softmax(x, causal=True))
-
-
-def test_causal_rows_of_512_columns_have_smaller_units():
-    """512 columns is the least width at which a causal row has smaller units than another row."""
-    for cols, is_smaller in ((504, False), (512, True), (520, True)):
-        units = {}
-        for causal in (False, True):
-            case = Case((64, 512, cols), causal=causal)
-            spec = case.backward("softmax", BF16).as_seen_by("mosaic")
-            schedule = softmax_schedule(spec)
-            units[causal] = schedule.threads * schedule.vector
-        assert (units[True] < units[False]) == is_smaller, cols
 
 
 @pytest.mark.parametrize(
@@ -226,21 +250,6 @@ def test_rows_of_an_operand(shape):
     for row in range(shared.rows):
         found = [int(row_of_x(shared, jnp.int32(row), jnp.int32(k))) for k in range(shared.sharing)]
         np.testing.assert_array_equal(found, np.flatnonzero(expected == row))
-
-
-def test_neighbouring_axes_are_one():
-    def shared(mask):
-        return (
-            Case((4, 16, 32, 64), mask=mask)
-            .call("softmax", F32)
-            .as_seen_by("mosaic")
-            .logits.mask_rows
-        )
-
-    assert shared((4, 16, 32, 64)) == Shared(((2048, True),), True)
-    assert shared((4, 1, 1, 64)) == Shared(((4, True), (512, False)), True)
-    assert shared((16, 32, 1)) == Shared(((4, False), (512, True)), False)
-    assert shared((1, 1, 1, 64)) == Shared(((2048, False),), True)
 
 
 def test_a_part_of_the_columns_is_refused():
@@ -286,9 +295,3 @@ def test_shard_map():
     text = program(*ARRAYS, transform=sharded, causal=True)
     assert text.count("mosaic_gpu_v2") == 2
     assert "all_reduce" in text
-
-
-def test_the_default_takes_them():
-    for case in KINDS.values():
-        for call in (case.call("softmax", BF16), case.backward("softmax", BF16)):
-            assert mosaic.why_not_default(call.as_seen_by("mosaic")) is None

@@ -1,24 +1,25 @@
-"""The kernels of a norm followed by rotary embedding: interpreted, and lowered for a GPU."""
+"""The kernels of a norm followed by rotary embedding: interpreted, and lowered for a GPU.
+
+`test_registers` compiles them.
+"""
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import cases
 import contract
-import jax
 import norms
 import numpy as np
 import pytest
-from h100 import SPILLED, Compiler
+from cases import run
 from pairs import pairwise
 from programs import kernels_in
 from specs import BF16, F16, F32, changed
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.device.gpu import REGISTERS
-from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.norm import rope as rope_backward
-from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -60,17 +61,12 @@ def make_spec(
     """
     (cols, rotated), rows = size, math.prod(n for n, _ in shared.segments)
     given |= {"rotated": rotated, "table_rows": shared}
-    spec: Spec = norms.make_spec("norm_rope", direction, rows, cols, mix, **given)
-    return spec
+    return cases.make_spec("rms_norm_rope", direction, rows, cols, mix, **given)
 
 
-def run(spec: Spec, *operands: Any, **schedule: Any) -> Any:
-    with mosaic.interpreted():
-        return jax.jit(lambda *a: contract.call(mosaic, spec, *a, **schedule))(*operands)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run backward kernels in the interpreter with two persistent blocks."""
     monkeypatch.setattr(rope_backward, "persistent_blocks", lambda spec, schedule: 2)
 
 
@@ -78,11 +74,9 @@ def check(shared: Shared, *, schedule: Heads | None = None, **given: Any) -> Non
     """Check both passes in the interpreter. The backward reads the forward's saved arrays."""
     forward, backward = (make_spec(direction, shared, **given) for direction in ("fwd", "bwd"))
     arrays, *made = norms.check_forward(run, forward)
-    call = functools.partial(run, **({"schedule": schedule} if schedule else {}))
-    norms.check_backward(call, backward, arrays, made)
+    norms.check_backward(functools.partial(run, schedule=schedule), backward, arrays, made)
 
 
-@pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize(
     ("shared", "size", "mix", "saved", "interleaved"),
     pairwise([*SHARED], SIZES, MIXES, ["output", "input"], [False, True]),
@@ -99,7 +93,6 @@ def test_values(
     check(SHARED[shared], **given)
 
 
-@pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize(
     "change", [{"scale_dtype": None}, {"scale_offset": 0.25}, {"scale_dtype": BF16}], ids=str
 )
@@ -107,14 +100,12 @@ def test_variants(change: dict[str, Any]) -> None:
     check(SHARED["16 heads"], **change)
 
 
-@pytest.mark.usefixtures("two_blocks")
 def test_steps_that_overlap() -> None:
     """If the last tile of rows overlaps the one before, sums count the common rows only once."""
     shared = Shared(((71, True),), has_columns=True)
     check(shared, schedule=Heads(4, 4, 4, 32, rows=32, stages=2))
 
 
-@pytest.mark.usefixtures("two_blocks")
 def test_a_scale_that_y_tells_nothing_of() -> None:
     """Gradients are finite if the scale of one column of a rotated pair is 0.
 
@@ -131,27 +122,28 @@ def test_a_scale_that_y_tells_nothing_of() -> None:
     assert all(np.all(np.isfinite(gradients[name])) for name in ("x", "scale"))
 
 
-def call_of(spec: Spec) -> Any:
-    return lambda *a: contract.call(mosaic, spec, *a)[:2]
-
-
 LARGE = [(128, 128), (64, 64), (256, 256), (512, 512), (16, 16), (80, 32), (96, 96), (128, 64)]
 
 
+def each_size() -> Iterator[Any]:
+    """Yield both passes for combinations of sizes, dtypes and options."""
+    for queries, size, *values in pairwise(
+        [*QUERIES], LARGE, MIXES, ["output", "input"], [False, True]
+    ):
+        mix, saved, interleaved = values
+        for direction in ("fwd", "bwd"):
+            given = {"saved": saved, "interleaved": interleaved}
+            spec = make_spec(direction, QUERIES[queries], size, mix, **given)
+            name = "-".join(map(str, (direction, queries, size, *mix, saved, interleaved)))
+            yield pytest.param(spec, id=name)
+
+
 @pytest.mark.oldest_jax
-@pytest.mark.parametrize(
-    ("queries", "size", "mix", "saved", "interleaved"),
-    pairwise([*QUERIES], LARGE, MIXES, ["output", "input"], [False, True]),
-    ids=str,
-)
-def test_lowers_for_a_gpu(
-    queries: int, size: tuple[int, int], mix: tuple[np.dtype, ...], saved: str, interleaved: bool
-) -> None:
-    for direction in ("fwd", "bwd"):
-        given = {"saved": saved, "interleaved": interleaved}
-        spec = make_spec(direction, QUERIES[queries], size, mix, **given)
-        assert mosaic.why_unsupported(spec) is None
-        assert kernels_in(call_of(spec), *norms.types_of(spec)) == 1
+@pytest.mark.parametrize("spec", [*each_size()])
+def test_lowers_for_a_gpu(spec: Spec) -> None:
+    assert mosaic.why_unsupported(spec) is None
+    call = functools.partial(contract.call, mosaic, spec)
+    assert kernels_in(lambda *a: call(*a)[:2], *norms.types_of(spec)) == 1
 
 
 @pytest.mark.parametrize(
@@ -174,21 +166,3 @@ def test_few_rows_are_refused() -> None:
     few = Shared(((63, True),), has_columns=True)
     for direction in ("fwd", "bwd"):
         assert "at least 64" in (mosaic.why_unsupported(make_spec(direction, few)) or "")
-
-
-@pytest.mark.parametrize(
-    ("size", "mix", "interleaved"), pairwise(LARGE, MIXES[:4], [False, True]), ids=str
-)
-def test_registers(
-    size: tuple[int, int], mix: tuple[np.dtype, ...], interleaved: bool, compiler: Compiler
-) -> None:
-    """Few registers are spilled, and an SM has registers for the scheduled number of blocks."""
-    for direction in ("fwd", "bwd"):
-        spec = make_spec(direction, QUERIES[32], size, mix, interleaved=interleaved)
-        (kernel,) = compiler.compile(call_of(spec), norms.types_of(spec))
-        assert kernel.spilled <= SPILLED
-        if direction == "bwd":
-            schedule = heads.backward(spec)
-            assert schedule is not None
-            registers = -(-kernel.registers // 8) * 8  # allocated in groups of 8
-            assert registers * WARPGROUP_THREADS * schedule.blocks_per_sm <= REGISTERS

@@ -46,14 +46,8 @@ def norm(x: jax.Array, *scale: jax.Array) -> jax.Array:
 
 
 # The least number of kernels in the program of an entry of `FUNCTIONS`. Most have one kernel for
-# the forward pass and one for the backward pass.
-LEAST_KERNELS = {
-    # XLA's code runs for several labels.
-    "log_prob_and_entropy several labels": 0,
-    # One kernel computes the loss and the gradient of the logits.
-    "linear_softmax_cross_entropy": 1,
-    "linear_kl_divergence": 1,
-}
+# the forward pass and one for the backward pass. XLA's code runs for several labels.
+LEAST_KERNELS = {"log_prob_and_entropy several labels": 0}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

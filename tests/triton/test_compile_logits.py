@@ -2,16 +2,12 @@
 
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
-from logits_cases import KINDS, Case, of_width
+from logits_cases import KINDS, of_width
 from specs import BF16, F32
-from test_compile import COLS, GPUS, check, compile_call, kernels_in
+from test_compile import GPUS, check, compile_call
 
-import jaxnorm
-from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.schedule import choose_line
+from jaxnorm_kernels.triton.support import why_unsupported
 
 # Widths of short rows, of unaligned rows, of rows held in registers, and of rows that need a loop.
 WIDTHS = [64, 1000, 4095, 4096, 16384, 32768, 50257]
@@ -24,7 +20,9 @@ def specs(kind, cols, dtype):
     """
     op = ["softmax", "log_softmax"][(WIDTHS.index(cols) + list(KINDS).index(kind)) % 2]
     case = of_width(kind, cols, cols)
-    return [call.as_seen_by("triton") for call in (case.call(op, dtype), case.backward(op, dtype))]
+    calls = case.call(op, dtype), case.backward(op, dtype)
+    found = [call.as_seen_by("triton") for call in calls]
+    return [spec for spec in found if why_unsupported(spec) is None]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -47,35 +45,3 @@ def test_vectors_are_read_up_to_the_diagonal(kind, dtype):
             of_rows = re.findall(r"(?:ld|st)\.global[\w.:]*|cp\.async\.\w+\.shared", kernel.ptx)
             assert of_rows
             assert all(".v4.b32" in one or "cp.async.cg" in one for one in of_rows)
-
-
-def test_every_line_of_a_table_is_used():
-    cases = [Case((4, 64, cols), bias=(64, cols)) for cols in COLS]
-    for table, call in (("LOGITS_FORWARD", Case.call), ("SOFTMAX_BIAS_BACKWARD", Case.backward)):
-        lines = {choose_line(call(case, "softmax", BF16).as_seen_by("triton")) for case in cases}
-        assert lines == {*getattr(schedules, table)}
-
-
-# ------------------------------------------------------------------------------ programs in JAX
-
-
-@pytest.mark.cuda_plugin
-@pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
-@pytest.mark.parametrize(("cols", "backward"), [(300, 1), (16384, 2)])
-def test_calls_lower(cols, backward, setting):
-    x = jax.ShapeDtypeStruct((2, 6, cols), F32)
-    bias, mask = jax.ShapeDtypeStruct((6, cols), BF16), jax.ShapeDtypeStruct((2, 1, 1), jnp.bool_)
-
-    def step(x, bias, mask):
-        def loss(x, bias):
-            y = jaxnorm.softmax(
-                x, where=mask, bias=bias, scale=0.5, causal=True, implementation="triton"
-            )
-            return jnp.sum(jnp.sin(y))
-
-        return jax.value_and_grad(loss, argnums=(0, 1))(x, bias)
-
-    with setting(True):
-        assert kernels_in(step, x, bias, mask) == 1 + backward
-        batch = jax.ShapeDtypeStruct((3, *x.shape), F32)
-        assert kernels_in(jax.vmap(step, (0, None, None)), batch, bias, mask) == 1 + backward

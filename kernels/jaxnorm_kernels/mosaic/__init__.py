@@ -5,13 +5,8 @@ from typing import Any
 
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
-from jaxnorm_kernels.mosaic.cross_entropy.both import cross_entropy_both
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
-from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import (
-    kl_divergence_both,
-    kl_divergence_bwd,
-    kl_divergence_fwd,
-)
+from jaxnorm_kernels.mosaic.cross_entropy.kl_divergence import kl_divergence_bwd, kl_divergence_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.mosaic.norm.backward import (
@@ -26,7 +21,6 @@ from jaxnorm_kernels.mosaic.norm.strided import norm_strided_bwd, norm_strided_f
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
 from jaxnorm_kernels.mosaic.support import (
-    caveat,
     platforms,
     takes_inner,
     why_not_default,
@@ -80,14 +74,6 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
     return kernel(residuals, cotangents, spec, **schedule)
 
 
-def both(
-    operands: Operands, cotangents: Results, spec: Spec, **schedule: Any
-) -> tuple[Results, Operands]:
-    """Run the forward and the backward pass of cross-entropy or a KL divergence in one kernel."""
-    kernel = kl_divergence_both if spec.op == "kl_divergence" else cross_entropy_both
-    return kernel(operands, cotangents, spec, **schedule)
-
-
 IMPLEMENTATION = Implementation(
     forward,
     backward,
@@ -95,6 +81,4 @@ IMPLEMENTATION = Implementation(
     why_not_default,
     takes_inner,
     platforms,
-    caveat,
-    both=both,
 )

@@ -1,8 +1,7 @@
 """Reasons why the kernels cannot run a call, or why the default implementation leaves it to XLA."""
 
 from jaxnorm_kernels.launching import local_capability
-from jaxnorm_kernels.mosaic.cross_entropy import both, kl_divergence
-from jaxnorm_kernels.mosaic.cross_entropy.passes import BACKWARD, units_of
+from jaxnorm_kernels.mosaic.cross_entropy.passes import BACKWARD
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
@@ -37,31 +36,6 @@ _CANNOT: Table = (
     (
         f"its rows have more parts than the {_MAX_ROWS} blocks that 32-bit indices allow",
         lambda s: s.direction == "bwd" and s.is_loss and s.rows * BACKWARD.parts(s) > _MAX_ROWS,
-    ),
-    (
-        "only cross-entropy and KL divergence have one kernel for the forward and the backward "
-        "pass",
-        lambda s: s.returns_both and s.op not in ("cross_entropy", "kl_divergence"),
-    ),
-    (
-        "its kernel for the forward and the backward pass needs rows of a multiple of 16 bytes",
-        lambda s: s.returns_both and units_of(s).has_edges,
-    ),
-    (
-        "its kernel for the forward and the backward pass needs rows of at most "
-        f"{both.MOST_BYTES} bytes, because it reads them from the L2 cache the second time",
-        lambda s: (
-            s.returns_both
-            and s.op == "cross_entropy"
-            and s.cols * s.x_dtype.itemsize > both.MOST_BYTES
-        ),
-    ),
-    (
-        "its kernel for the forward and the backward pass of a divergence supports no rows of this "
-        "length, because the rows of all multiprocessors do not fit into the L2 cache",
-        lambda s: (
-            s.returns_both and s.op == "kl_divergence" and kl_divergence.choose_both(s) is None
-        ),
     ),
     (f"its kernels need rows of at least {_MIN_COLS} elements", lambda s: s.cols < _MIN_COLS),
     (
@@ -118,11 +92,6 @@ _CANNOT: Table = (
     ("its kernels support no rows of this length", lambda s: not _is_held(s)),
 )
 
-# Compute capabilities on which these kernels are the default although they were never timed there.
-# 100 stands for 10.0, the B200. All kernels compile for the B200 with little register spilling
-# (`tests/mosaic/test_blackwell.py`).
-_NOT_TIMED = (100,)
-
 # Reasons to leave a call to XLA by default: the whole program is faster with XLA's code, or the
 # kernels were not timed on this GPU or for the call's shape. The kernels of all other calls were at
 # least as fast as XLA's code on an H200 and an H100 with jax 0.11.2 (`python -m benchmarks.run`;
@@ -131,13 +100,8 @@ _NOT_TIMED = (100,)
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
-        "its kernels were compiled for compute capability 12.0 (RTX 50), but have never run there; "
-        "it has less than half of the shared memory for which their schedules are made",
-        lambda s: local_capability() == 120,
-    ),
-    (
-        "its schedules were tuned for compute capability 9.0 (H100, H200) and 10.0 (B200)",
-        lambda s: local_capability() not in (90, *_NOT_TIMED, None),
+        "its kernels have run only on GPUs of compute capability 9.0 (H100, H200)",
+        lambda s: local_capability() not in (90, None),
     ),
     (
         # In calls with 1 to 128 rows, the kernels were faster than XLA for rows of up to 8192
@@ -176,14 +140,6 @@ def why_unsupported(spec: Spec) -> str | None:
 def why_not_default(spec: Spec) -> str | None:
     """Return the reason why the default implementation uses XLA for this call, or None."""
     return first(_LEFT_TO_XLA, spec)
-
-
-def caveat(spec: Spec) -> str | None:
-    """Return a note for users if the local GPU's compute capability is in `_NOT_TIMED`, or None."""
-    del spec
-    if local_capability() not in _NOT_TIMED:
-        return None
-    return "compiled for this GPU's compute capability, but not timed on it"
 
 
 def _is_held(spec: Spec) -> bool:

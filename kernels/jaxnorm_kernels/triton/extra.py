@@ -17,35 +17,29 @@ from jaxnorm_kernels.triton import support
 
 _MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 
-# The first version of jax-triton that accepts None in place of an absent array.
-_JAX_TRITON = (0, 4, 1)
-
-# Names that exist in Triton's NVIDIA driver from version 3.7 on. If jax-triton cannot import these
-# names, it assumes that Triton has no NVIDIA backend.
-_NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
+# Maps a package to the first version that works. jax-triton expects names in Triton's NVIDIA driver
+# that exist from version 3.7 on. jax-triton 0.4.1 is the first version that accepts None in place
+# of an absent array.
+_NEEDS = {"triton": (3, 7), "jax_triton": (0, 4, 1)}
 
 
 def check() -> None:
     """Raise ImportError if a package is missing or too old. The error says what to install."""
-    try:
-        driver = importlib.import_module("triton.backends.nvidia.driver")
-    except ImportError as error:
-        raise ImportError(f"the triton implementation needs Triton ({error}); {_MEND}") from error
-    if not all(hasattr(driver, name) for name in _NAMES_OF_3_7):
-        raise ImportError(
-            f"the triton implementation needs Triton 3.7 or newer, not {version('triton')}; {_MEND}"
-        )
-    try:
-        importlib.import_module("jax_triton")
-    except ImportError as error:
-        raise ImportError(
-            f"the triton implementation needs jax-triton ({error}); {_MEND}"
-        ) from error
-    if _release("jax-triton") < _JAX_TRITON:
-        raise ImportError(
-            f"the triton implementation needs jax-triton {'.'.join(map(str, _JAX_TRITON))} or "
-            f"newer, not {version('jax-triton')}; {_MEND}"
-        )
+    for package, least in _NEEDS.items():
+        name = "Triton" if package == "triton" else "jax-triton"
+        try:
+            importlib.import_module(package)
+            found = version(package)
+        except ImportError as error:
+            raise ImportError(
+                f"the triton implementation needs {name} ({error}); {_MEND}"
+            ) from error
+        numbers = re.match(r"[\d.]*\d", found)  # of "0.4.2rc1", these are "0.4.2"
+        if numbers is None or tuple(map(int, numbers[0].split("."))) < least:
+            raise ImportError(
+                f"the triton implementation needs {name} {'.'.join(map(str, least))} or newer, "
+                f"not {found}; {_MEND}"
+            )
     _mend_dead_code_elimination()
 
 
@@ -56,12 +50,6 @@ def check_cuda() -> None:
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
             'pip install "jax[cuda13]" (or cuda12)'
         )
-
-
-def _release(package: str) -> tuple[int, ...]:
-    """Return the version of a package as numbers, such as (0, 4, 2) for "0.4.2rc1"."""
-    numbers = re.match(r"[\d.]*\d", version(package))
-    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def _mend_dead_code_elimination() -> None:

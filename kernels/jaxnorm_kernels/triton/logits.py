@@ -68,12 +68,6 @@ def of(spec: Spec) -> Logits:
     )
 
 
-def sums_columns(spec: Spec) -> bool:
-    """Return True for a backward pass that returns the gradient of a bias of shape `(n, cols)`."""
-    shared = spec.softmax.logits_bias_rows if spec.has("logits_bias") else None
-    return spec.direction == "bwd" and shared is not None and shared.has_columns
-
-
 @triton.jit
 def load_logits(
     x_ptr,

@@ -108,6 +108,7 @@ def norm_bwd(
         c1 = of_mean[0] if of_mean else None
     col_blocks, row_programs = schedule.persistent_grid(spec)
     partial = jax.ShapeDtypeStruct((row_programs * spec.groups, spec.cols), np.float32)
+    like_h = jax.ShapeDtypeStruct(saved.shape, spec.last.x_dtype)  # dh is None if h is not used
     dx, *partials = schedule.launch(
         _norm_bwd,
         spec,
@@ -115,7 +116,7 @@ def norm_bwd(
         outputs={
             "dx_ptr": jax.ShapeDtypeStruct(saved.shape, spec.x_dtype),
             "dgate_ptr": None if gate is None else jax.ShapeDtypeStruct.like(gate),
-            "dresidual_ptr": None if branch_scale is None else jax.ShapeDtypeStruct.like(dh),
+            "dresidual_ptr": None if branch_scale is None else like_h,
             "dscale_ptr": None if scale is None else partial,
             "dbias_ptr": None if bias is None else partial,
             "dbranch_scale_ptr": None if branch_scale is None else partial,

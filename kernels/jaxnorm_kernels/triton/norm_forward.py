@@ -11,20 +11,10 @@ It is rounded to its stored dtype before it is normalised. In the first form, x 
 the addition. With a gate, either x or the norm's result is multiplied by the gate's activation. The
 product is not rounded before y is stored.
 
-Rows that fit into registers are held there, as adjacent tiles. They are reduced twice: first for
-the mean, then for the variance. For short rows, persistent programs may loop over the rows and
-prefetch the next ones.
-
-Wider rows are loaded twice, one block of columns after another: first for the statistics, then for
-y. If the norm's input is a sum h, the second pass loads the stored h. For the variance, the
-statistics of each block are merged with the statistics of all columns before the block. The k
-columns before the block have the mean m, and M is the sum of their squared deviations from m. The n
-columns of the block have the mean m_b, and M_b is the sum of their squared deviations from m_b. All
-k + n columns have the mean m' and the sum M' (Chan, Golub, LeVeque 1979):
-
-    m' = m + (m_b - m) n / (k + n)     M' = M + M_b + (m_b - m)^2 k n / (k + n)
-
-The formula E[x^2] - E[x]^2 would need less arithmetic, but its terms may cancel.
+A program holds whole rows in registers, as adjacent tiles. They are reduced twice: first for the
+mean, then for the variance. The formula E[x^2] - E[x]^2 would need less arithmetic, but its terms
+may cancel. For short rows, persistent programs may loop over the rows and prefetch the next ones.
+Rows of more than `support.MOST_NORMALISED` columns do not fit into registers, and are left to XLA.
 """
 
 from typing import Any
@@ -70,9 +60,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         "gate_ptr": operands.gate,
         "gate": norm_parameters.gate_of(spec),
     }
-    if schedule.is_looped(spec):
-        kernel = norm_fwd_looped
-    elif schedule.stages > 1 and _may_persist(spec):
+    if schedule.stages > 1 and _may_persist(spec):
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
@@ -109,8 +97,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     )
     if h is None:
         return Results(y, stats=tuple(results))
-    # The kernels always store h, because the kernel for rows that do not fit into registers loads
-    # it again. Return h only if the call requests it.
+    # The kernels always store h. Return it only if the call requests it.
     return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
 
 
@@ -250,88 +237,6 @@ def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: t
 
 
 @triton.jit
-def norm_fwd_looped(
-    x_ptr,
-    residual_ptr,
-    gate_ptr,
-    scale_ptr,
-    bias_ptr,
-    next_scale_ptr,
-    branch_scale_ptr,
-    y_ptr,
-    h_ptr,
-    rstd_ptr,
-    mean_ptr,
-    next_rstd_ptr,
-    rows,
-    scale_rows,
-    bias_rows,
-    next_scale_rows,
-    branch_scale_rows,
-    op: tl.constexpr,
-    norm: tl.constexpr,
-    tiling: tl.constexpr,
-    gate: tl.constexpr,
-):
-    """Normalise rows that are loaded twice: first for the statistics, then for y.
-
-    Each time, the blocks of columns are loaded one after another.
-    """
-    first_row = tl.program_id(0) * tiling.tile_rows
-    row = first_row + tl.arange(0, tiling.tile_rows)
-    scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
-    bias = of_groups(bias_ptr, row, rows, bias_rows, tiling.cols)
-    branch_scale = of_groups(branch_scale_ptr, row, rows, branch_scale_rows, tiling.cols)
-    mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
-    square = tl.full([tiling.tile_rows], 0.0, tl.float32)
-    for first_col in tl.range(0, tiling.cols, tiling.block):
-        tile = tile_at(first_row, first_col, rows, tiling)
-        x = gated(load_tile(x_ptr, tile, "evict_last"), gate_ptr, tile, gate, True)
-        if op == "add_norm":
-            x *= gain(branch_scale, tile[2], tiling.cols, 0.0, 0.0)
-            x = _sum(x, residual_ptr, h_ptr, tile[1] + tile[2], tile[3])
-        if norm.subtract_mean:
-            before = tl.cast(first_col, tl.float32)
-            size = tl.cast(tl.minimum(tiling.cols - first_col, tiling.block), tl.float32)
-            weight = size / (before + size)
-            block_mean = tl.div_rn(tl.sum(x, axis=1), size)
-            x = zero_beyond(x - block_mean[:, None], first_col, tiling)
-            shift = block_mean - mean
-            square += shift * shift * before * weight
-            mean += shift * weight
-        square += tl.sum(x * x, axis=1)
-    rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
-    if op == "norm_add_norm":
-        _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
-        square = tl.full([tiling.tile_rows], 0.0, tl.float32)
-        for first_col in tl.range(0, tiling.cols, tiling.block):
-            _, start, col, exists = tile_at(first_row, first_col, rows, tiling)
-            at = start + col
-            x = tl.load(x_ptr + at, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
-            g = gain(scale, col, tiling.cols, norm.scale_offset, 0.0)
-            h = _sum(x * rstd[:, None] * g, residual_ptr, h_ptr, at, exists)
-            square += tl.sum(h * h, axis=1)
-        rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
-        rstd_ptr = next_rstd_ptr
-        scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
-    if h_ptr is not None:
-        # A thread may read elements of h that another thread stores. So wait until all threads have
-        # stored their elements.
-        tl.debug_barrier()
-        x_ptr = h_ptr
-    for first_col in tl.range(0, tiling.cols, tiling.block):
-        tile = tile_at(first_row, first_col, rows, tiling)
-        x = gated(load_tile(x_ptr, tile, "evict_first"), gate_ptr, tile, gate, True)
-        g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
-        y = _after_norm((x - mean[:, None]) * rstd[:, None] * g + b, norm)
-        y = gated(y, gate_ptr, tile, gate, False)
-        if op == "norm_add":
-            y += load_tile(residual_ptr, tile)
-        store_tile(y_ptr, y, tile)
-    _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
-
-
-@triton.jit
 def _after_norm(n, norm: tl.constexpr):
     """Return the activation of `n`, the norm's result, or `n` itself if there is no activation."""
     if norm.activation is not None:
@@ -349,15 +254,6 @@ def _sums(x, residual_ptr, h_ptr, first_row, rows, tiling: tl.constexpr):
         store_tile(h_ptr, h, tile)
         sums += (h,)
     return sums
-
-
-@triton.jit
-def _sum(x, residual_ptr, h_ptr, at, exists):
-    """Store h = residual + x for one tile, and return the stored h in float32."""
-    residual = tl.load(residual_ptr + at, exists, 0.0, eviction_policy="evict_first")
-    h = rounded_like(residual.to(tl.float32) + x, h_ptr)
-    tl.store(h_ptr + at, h, mask=exists)
-    return h
 
 
 @triton.jit

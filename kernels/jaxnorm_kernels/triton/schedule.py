@@ -43,7 +43,7 @@ import numpy as np
 
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.launch import Gpu, launch, local_gpu
-from jaxnorm_kernels.triton.logits import sums_columns
+from jaxnorm_kernels.triton.support import sums_columns
 from jaxnorm_kernels.triton.tiles import Tiling
 
 _WARP = 32  # number of threads in a warp
@@ -240,22 +240,19 @@ SOFTMAX_BACKWARD = (
 
 # The backward pass of a softmax with a bias. Persistent programs loop over the rows of x that use
 # the same row of the bias, and accumulate the gradient of the bias. A thread has 128 registers.
-# They hold 16 values of each of three arrays, and the addresses.
+# They hold 16 values of each of three arrays, and the addresses. Rows have at most
+# `support.MOST_SUMMED` columns.
 SOFTMAX_BIAS_BACKWARD = (
     # For 1024 columns, the schedule of the next line takes 1.10 times as long.
     Line(2048, warps=4, per_sm=4, share=1024, stages=3),
     # For 4096 columns, the schedule of the next line takes 1.08 times as long.
     Line(4096, warps=8, per_sm=2, stages=2),
     # For 8192 columns, the schedule of the next line takes 1.32 times as long.
-    Line(8192, warps=16, per_sm=1, stages=2),
-    # For longer rows, a program processes only one tile of each row. Its registers have room for
-    # the bias gradient of only one tile. Such a program cannot compute the totals of whole rows, on
-    # which the gradients depend. So an earlier kernel computes these totals.
-    Line(None, warps=4, per_sm=8, looped=True),
+    Line(None, warps=16, per_sm=1, stages=2),
 )
 
 # The forward passes of all norms without a rotation. A call may have a second norm, a residual or a
-# gate.
+# gate. Rows have at most `support.MOST_NORMALISED` columns, so that registers hold whole rows.
 NORM_FORWARD = (
     # LayerNorm has two parameters, and its threads exchange sums twice per row. This makes
     # persistent programs faster: they load the parameters only once, and prefetch rows during the
@@ -278,11 +275,7 @@ NORM_FORWARD = (
     # long for a call with two norms of 5376 columns, and 1.47 times for LayerNorm of 5120 columns.
     Line(6144, warps=8, per_sm=4, values=4),
     # For LayerNorm of 12288 columns, the schedule of the next line takes 1.26 times as long.
-    Line(16384, warps=16, per_sm=2, values=4),
-    # For rows of more than 16384 columns. A thread has 8 values of a tile. With 16, registers spill
-    # if the call has a residual. Without a residual, 16 values take only 0.84 times as long as 8,
-    # but no known model has norms of more than 16384 columns.
-    Line(None, warps=16, per_sm=2, looped=True),
+    Line(None, warps=16, per_sm=2, values=4),
 )
 
 NORM_BACKWARD = (

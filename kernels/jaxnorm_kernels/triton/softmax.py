@@ -22,18 +22,19 @@ become (Milakov, Gimelshein 2018):
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import numpy as np
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.gradients import add_rows
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import logits as logits_of
 from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton import support
 from jaxnorm_kernels.triton.logits import (
     columns_of,
     cotangent_of_logits,
@@ -75,7 +76,7 @@ def softmax_bwd(
     y, dy = residuals.saved, cotangents.y
     schedule = schedule or schedules.choose(spec)
     mask = residuals.mask if spec.reads_mask else None
-    if logits_of.sums_columns(spec):
+    if support.sums_columns(spec):
         dx, gradient = softmax_bwd_bias(y, mask, dy, spec, schedule)
         return Operands(dx, logits_bias=gradient)
     dbias = None if spec.softmax.logits_bias_dtype is None else spec.softmax.logits_bias_rows
@@ -243,21 +244,19 @@ def _softmax_bwd_looped(
 #
 # A program loops over rows of x that share a row of the bias, and adds up dz in registers. If many
 # rows of x share a row of the bias, these rows of x are divided among several programs. The sums of
-# these programs are added outside the kernel in a fixed order. If rows are too wide for registers,
-# a program processes only a block of the columns of its rows, and an earlier kernel computes the
-# totals of whole rows.
+# these programs are added outside the kernel in a fixed order. A program holds whole rows, so rows
+# have at most `support.MOST_SUMMED` columns.
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """How the work on the gradient of a bias is divided among programs.
 
-    A program processes a block of columns. It loops over tiles of consecutive rows of x. All tiles
-    of a program use the same rows of the bias. Either all rows of a tile use a single row of the
-    bias, or each row of a tile uses a different row of the bias.
+    A program loops over tiles of consecutive rows of x. All tiles of a program use the same rows of
+    the bias. Either all rows of a tile use a single row of the bias, or each row of a tile uses a
+    different row of the bias.
 
     Attributes:
-      col_blocks: the number of blocks into which the columns are divided.
       bias_tiles: the number of parts into which the rows of the bias are divided. A program
         processes only rows of x that use the rows of one part.
       splits: the number of programs that share the work for a row of the bias. The rows of x that
@@ -267,14 +266,13 @@ class Programs:
         of the tile uses a different row of the bias.
     """
 
-    col_blocks: int
     bias_tiles: int
     splits: int
     each: int
     tile_shares: bool
 
     @classmethod
-    def of(cls, shared: Shared, schedule: Schedule, spec: Spec) -> "Programs":
+    def of(cls, shared: Shared, schedule: Schedule) -> "Programs":
         """Divide the work among the number of programs that `schedule` requests.
 
         If there are few rows, use fewer programs.
@@ -286,11 +284,9 @@ class Programs:
         tile_shares = size > 1 and not (has_axis and shared.rows >= size)
         bias_tiles = shared.rows if tile_shares else math.ceil(shared.rows / size)
         steps = math.ceil(shared.sharing / size) if tile_shares else shared.sharing
-        col_blocks = math.ceil(spec.cols / (schedule.pieces * schedule.block))
-        wanted = min(max(1, schedule.programs // (col_blocks * bias_tiles)), steps)
+        wanted = min(max(1, schedule.programs // bias_tiles), steps)
         each = math.ceil(steps / wanted)
         return cls(
-            col_blocks,
             bias_tiles,
             splits=math.ceil(steps / each),
             each=each * size if tile_shares else each,
@@ -312,22 +308,7 @@ def softmax_bwd_bias(
     """
     shared = spec.softmax.logits_bias_rows
     assert shared is not None  # `why_unsupported` refuses calls for which this mapping is None
-    operands: dict[str, Any] = {
-        "y_ptr": y,
-        "dy_ptr": dy,
-        "mask_ptr": mask,
-        "logits": logits_of.of(spec),
-    }
-    total = None
-    if schedule.is_looped(spec):
-        (total,) = schedule.launch(
-            _softmax_bwd_totals,
-            spec,
-            name=f"jaxnorm_{spec.op}_bwd_totals",
-            outputs={"total_ptr": jax.ShapeDtypeStruct((spec.rows,), np.float32)},
-            **operands,
-        )
-    programs = Programs.of(shared, schedule, spec)
+    programs = Programs.of(shared, schedule)
     is_whole = programs.splits == 1
     partial = jax.ShapeDtypeStruct(
         (programs.splits * shared.rows, spec.cols),
@@ -338,15 +319,16 @@ def softmax_bwd_bias(
         spec,
         name=f"jaxnorm_{spec.op}_bwd_bias",
         outputs={"dx_ptr": jax.ShapeDtypeStruct(y.shape, spec.x_dtype), "dbias_ptr": partial},
-        grid=(programs.col_blocks * programs.bias_tiles, programs.splits),
-        total_ptr=total,
+        grid=(programs.bias_tiles, programs.splits),
+        y_ptr=y,
+        dy_ptr=dy,
+        mask_ptr=mask,
         bias_rows=shared.rows,
         sharing=shared.sharing,
         each=programs.each,
-        col_blocks=programs.col_blocks,
+        logits=logits_of.of(spec),
         tile_shares=programs.tile_shares,
         stages=schedule.stages,
-        **operands,
     )
     if not is_whole:
         dbias = dbias.reshape(programs.splits, shared.rows, spec.cols).sum(0)
@@ -354,22 +336,10 @@ def softmax_bwd_bias(
 
 
 @triton.jit
-def _softmax_bwd_totals(
-    y_ptr, dy_ptr, mask_ptr, total_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
-):
-    """Store each row's total: sum(d * y) / sum(y) for softmax, sum(d) for log_softmax."""
-    first_row = tl.program_id(0) * tiling.tile_rows
-    total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
-    row = (first_row + tl.arange(0, tiling.tile_rows))[:, None]
-    tl.store(total_ptr + row, total, mask=row < rows)
-
-
-@triton.jit
 def _softmax_bwd_bias(
     y_ptr,
     dy_ptr,
     mask_ptr,
-    total_ptr,
     dx_ptr,
     dbias_ptr,
     rows,
@@ -378,7 +348,6 @@ def _softmax_bwd_bias(
     each,
     logits: tl.constexpr,
     tiling: tl.constexpr,
-    col_blocks: tl.constexpr,
     tile_shares: tl.constexpr,
     stages: tl.constexpr,
 ):
@@ -387,19 +356,15 @@ def _softmax_bwd_bias(
     The gradient of a row of the bias is the sum of dz over all rows of x that use this row of the
     bias. `sharing` is the number of these rows of x, and `each` is the number of them that one
     program processes. The program stores the sum of dz over its rows.
-
-    If a program holds whole rows, it computes their totals (see `logits.term_of_total`) itself, and
-    `total_ptr` is None. Otherwise, it loads the totals.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
     pieces: tl.constexpr = tiling.pieces
-    first_col = tl.program_id(0) % col_blocks * (pieces * block)
     lane = tl.arange(0, tiling.tile_rows)
     if tile_shares:
-        bias_row, offset, step = tl.program_id(0) // col_blocks + lane * 0, lane, tiling.tile_rows
+        bias_row, offset, step = tl.program_id(0) + lane * 0, lane, tiling.tile_rows
     else:
-        bias_row = tl.program_id(0) // col_blocks * tiling.tile_rows + lane
+        bias_row = tl.program_id(0) * tiling.tile_rows + lane
         offset, step = lane * 0, 1
     dbias = ()
     for _ in tl.static_range(pieces):
@@ -414,7 +379,7 @@ def _softmax_bwd_bias(
         ys, ds = (), ()
         terms, weights = zeros(tiling), zeros(tiling)
         for i in tl.static_range(pieces):
-            col = columns_at(first_col + i * block, block)
+            col = columns_at(i * block, block)
             tile = (row, start, col, exists & (col < cols))
             y = load_output(y_ptr, tile, logits)
             d = drop_zeros(load_cotangent(dy_ptr, mask_ptr, tile, logits, cols), y, logits)
@@ -423,21 +388,18 @@ def _softmax_bwd_bias(
                 weights += y
             ys += (y,)
             ds += (d,)
-        if total_ptr is None:
-            total = total_of(terms, weights, logits)
-        else:
-            total = tl.load(total_ptr + row, row < rows, 0.0)[:, None]
+        total = total_of(terms, weights, logits)
         sums = ()
         for i in tl.static_range(pieces):
             dz = cotangent_of_logits(ys[i], ds[i], total, logits)
             sums += (dbias[i] + dz,)
-            col = columns_at(first_col + i * block, block)
+            col = columns_at(i * block, block)
             tl.store(dx_ptr + start + col, scaled(dz, logits), mask=exists & (col < cols))
         dbias = sums
     for i in tl.static_range(pieces):
-        col = columns_at(first_col + i * block, block)
+        col = columns_at(i * block, block)
         if tile_shares:
-            partial_row = tl.program_id(1) * bias_rows + tl.program_id(0) // col_blocks
+            partial_row = tl.program_id(1) * bias_rows + tl.program_id(0)
             partial = partial_row.to(tl.int64) * cols + col
             tl.store(dbias_ptr + partial, tl.sum(dbias[i], axis=0)[None, :], mask=col < cols)
         else:

@@ -17,6 +17,13 @@ _MOST = 2**31 - 2**21
 # heads. There is no schedule for wider heads.
 _MOST_ROTATED = 1024
 
+#: The maximum number of columns in the forward pass of a norm, which holds whole rows in registers.
+MOST_NORMALISED = 16384
+
+#: The maximum number of columns if a softmax's backward pass sums over rows of x. A program holds
+#: whole rows.
+MOST_SUMMED = 8192
+
 # The minimum number of columns of a block in the backward pass of a cross-entropy. Only the first
 # and the last block of a row may have fewer columns.
 _LOSS_BLOCK = 2048
@@ -48,6 +55,16 @@ _CANNOT: Table = (
     (
         f"its norm with a rotation needs rows of at most {_MOST_ROTATED} columns",
         lambda s: s.op == "norm_rope" and s.cols > _MOST_ROTATED,
+    ),
+    (
+        "its forward kernels of norms support no rows of this length: they hold rows of at most "
+        f"{MOST_NORMALISED} columns in registers",
+        lambda s: _norm(s, "fwd") and s.cols > MOST_NORMALISED,
+    ),
+    (
+        "its gradient of a bias that has columns supports no rows of this length: it holds rows of "
+        f"at most {MOST_SUMMED} columns in registers",
+        lambda s: sums_columns(s) and s.cols > MOST_SUMMED,
     ),
     (
         "tables of size 0 rotate nothing",
@@ -102,7 +119,7 @@ _LEFT_TO_XLA: Table = (
         lambda s: (
             _has_unaligned_rows(s)
             and s.cols > 16384
-            and (s.is_softmax or _norm(s, "fwd"))  # kernels of losses split a row at 16 bytes
+            and s.is_softmax  # kernels of losses split a row at 16 bytes
             and (s.op, s.direction) != ("log_softmax", "fwd")
         ),
     ),
@@ -111,14 +128,16 @@ _LEFT_TO_XLA: Table = (
         lambda s: _is_layer(s, "bwd") and not _is_16_bit(s) and 8192 < s.cols <= 16384,
     ),
     (
-        "an RMSNorm reads float32 rows of this width twice from memory",
-        lambda s: _is_rms(s, "fwd") and s.x_dtype.itemsize == 4 and s.cols > 65536,
-    ),
-    (
         "several programs share a row of this length, and exchange more than the programs of XLA",
         lambda s: _is_layer(s, "fwd") and 64 < s.cols <= 128 and _is_16_bit(s),
     ),
 )
+
+
+def sums_columns(spec: Spec) -> bool:
+    """Return True for a backward pass that returns the gradient of a bias of shape `(n, cols)`."""
+    shared = spec.softmax.logits_bias_rows if spec.has("logits_bias") else None
+    return spec.direction == "bwd" and shared is not None and shared.has_columns
 
 
 def loss_block(spec: Spec) -> int:

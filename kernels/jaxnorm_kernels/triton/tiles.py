@@ -11,7 +11,7 @@ import dataclasses
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels.specs import Shared
+from jaxnorm_kernels.broadcasts import Shared
 
 # The maximum m of a block is raised to this number if it is smaller. So if a block contains only
 # -inf, exp(x - m) is 0. With m = -inf, x - m = -inf + inf and its exponential would be NaN.

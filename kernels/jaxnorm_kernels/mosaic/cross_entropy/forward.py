@@ -91,35 +91,25 @@ _SHARE_BYTES, _SHARE_BYTES_OF_FEW, _MOST_WARPGROUPS = 64 * 1024, 32 * 1024, 4
 # Number of columns that a thread adds up in one step of the loop over a row. With 16 columns, a
 # thread needs at most 64 registers, so an SM runs 1024 threads. Together, these threads have 32 KiB
 # of loads in flight.
-COLUMNS = 16
+_COLUMNS = 16
 
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     """Choose the schedule of a forward pass."""
-    # If a thread needs 80 registers, an SM does not have enough registers for two blocks of 512
-    # threads, so a block has at most 256.
-    most = 2 if takes_80_registers(spec) else _MOST_WARPGROUPS
-    return LossSchedule.of(units_of(spec), COLUMNS, warpgroups_of(spec, gpu, most))
+    # A thread needs 80 registers instead of 64 if it computes a third sum (see `Sums`), or the tanh
+    # of a softcap. An SM then does not have enough registers for two blocks of 512 threads, so a
+    # block has at most 256.
+    takes_80 = sums_of(spec) > 2 or spec.loss.logit_softcap is not None
+    most = 2 if takes_80 else _MOST_WARPGROUPS
+    return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups_of(spec, gpu, most))
 
 
 def warpgroups_of(spec: Spec, gpu: Gpu, most: int) -> int:
     """Return the number of warpgroups of a block, a power of 2 that is at most `most`."""
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
-    return power_of_2(max(1, min(row_bytes(spec) // share, most)))
-
-
-def row_bytes(spec: Spec) -> int:
-    """Return the bytes of a row of x. For a divergence, the teacher's row is included."""
-    return spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
-
-
-def takes_80_registers(spec: Spec) -> bool:
-    """Return True if a thread needs 80 registers instead of 64.
-
-    A thread needs them if it computes a third sum (see `Sums`), or the tanh of a softcap.
-    """
-    return sums_of(spec) > 2 or spec.loss.logit_softcap is not None
+    row_bytes = spec.cols * sum(dtype.itemsize for dtype in spec.operand_dtypes)
+    return power_of_2(max(1, min(row_bytes // share, most)))
 
 
 def cross_entropy_fwd(
@@ -150,17 +140,7 @@ def sums_of(spec: Spec) -> int:
 
 def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
     x, labels, *positions = operands
-    _, reduce = reduction(row, x, labels)
-    zeros = [0.0] * (1 + row.spec.returns_entropy)
-    store_row(row.index, results, positions, reduce, [*zeros, 0.0, -jnp.inf])
-
-
-def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[], list[jax.Array]]]:
-    """Start to load a row. Return its label, and a function that returns the row's results.
-
-    The results include the statistics m and log(s); see `_finish`.
-    """
-    spec, steps = row.scaled, row.steps()
+    spec, steps = row.spec, row.steps
     # Load the label first. Its logit can be loaded only after the label has arrived, so these two
     # loads together take longest.
     label = read_label(labels, row.index)
@@ -182,7 +162,8 @@ def reduction(row: LossRow, x: Ref, labels: Ref) -> tuple[jax.Array, Callable[[]
         sums = _merge(parts, spec)
         return _finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec)
 
-    return label, reduce
+    zeros = [0.0] * (1 + spec.returns_entropy)
+    store_row(row.index, results, positions, reduce, [*zeros, 0.0, -jnp.inf])
 
 
 def _add(

@@ -25,14 +25,10 @@ divergence. The gradient of the student's logits is:
 
     dz = dy (q - p)                                        for KL(p || q)
     dz = dy q (log(q) - log(p) - KL)                       for KL(q || p), if ``reverse``
-
-One kernel can run both passes; the module `both` describes how. All rows that are processed at the
-same time should fit into the L2 cache. So a cluster of blocks shares each long row: fewer rows are
-then processed at the same time.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.cross_entropy.both import store_both
-from jaxnorm_kernels.mosaic.cross_entropy.forward import row_bytes, warpgroups_of
+from jaxnorm_kernels.mosaic.cross_entropy.forward import warpgroups_of
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, factor, g, probability, times_slope
 from jaxnorm_kernels.mosaic.cross_entropy.passes import (
     LossRow,
@@ -55,8 +50,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.passes import (
 )
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
-from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     of_threads,
@@ -135,87 +129,6 @@ def choose(spec: Spec, gpu: Gpu) -> LossSchedule:
     return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups)
 
 
-# Maximum number of bytes, summed over all rows that the kernel of both passes processes at the same
-# time. These rows must remain in the L2 cache until they are read a second time. An H100 has 50 MB
-# of L2 cache.
-_CACHE_BYTES = 40 * 2**20
-# Pairs (number of bytes, number of warpgroups per block) for the kernel of both passes. Let n be
-# the number of bytes of a row of the student's logits and a row of the teacher's together. The
-# first pair whose number of bytes is at most n determines the number of warpgroups. A thread takes
-# 85 to 96 registers, so an SM has room for only one block of four warpgroups.
-#
-# In the following tables, "two kernels" means that the forward kernel and the backward kernel run
-# one after the other. Times in ms of `linear_kl_divergence` and its gradients, for x of shape
-# (rows, features) and all arrays in bfloat16 (H100):
-#
-#                                                     blocks     one       two
-#      rows    features    classes                    per row    kernel    kernels
-#      8192        4096     128256                          4     53.30      56.15
-#      8192        4096     128256 reverse                  4     53.86      57.64
-#      8192        4096     128256 reduction="none"         4     82.3       83.6
-#      8192        2048     128256                          4     35.4       36.3
-#     16384        2048      50257                          2     25.8       26.6
-#      4096        8192      32000                          1     11.49      11.75
-#
-# Times in us of the kernel of both passes alone, for float32 logits and one, two or four
-# warpgroups per block (H100):
-#
-#      rows    classes        1        2        4    two kernels
-#     32768       1000    125.3    165.5    324.3          210.9
-#     32768       4096    538.8    443.0    502.4          776.2
-#     16384       8192    641.3    477.1    507.1          778.8
-#      8192      16384    718.9    591.1    489.9          779.3
-_BOTH_WARPGROUPS = ((96 * 1024, 4), (24 * 1024, 2), (0, 1))
-
-
-@kept
-def choose_both(spec: Spec, gpu: Gpu) -> LossSchedule | None:
-    """Choose the schedule of the kernel of both passes.
-
-    The schedule has the smallest cluster with which all rows that are processed at the same time
-    fit into the L2 cache. The result is None if these rows do not fit with any cluster.
-    """
-    row = row_bytes(spec)
-    warpgroups = next(number for least, number in _BOTH_WARPGROUPS if row >= least)
-    sizes = [1, *sorted(size for size in gpu.clusters if size <= gpu.portable_cluster)]
-    for cluster in sizes:
-        if row * gpu.at_a_time(cluster) <= _CACHE_BYTES:
-            return LossSchedule.of(units_of(spec), _COLUMNS, warpgroups, cluster)
-    return None
-
-
-def kl_divergence_both(
-    operands: Operands,
-    cotangents: Results,
-    spec: Spec,
-    *,
-    schedule: LossSchedule | None = None,
-) -> tuple[Results, Operands]:
-    """Return the divergence and the gradient of the student's logits.
-
-    One kernel computes them. `schedule` replaces the default schedule.
-    """
-    assert operands.mask is None, "of classes: `support` refuses it"
-    schedule = required(schedule or choose_both(spec), spec)
-    arrays = (operands.x, operands.teacher_logits, cotangents.y, operands.positions)
-    dx, y = launch_forward(
-        spec, schedule, operands.logits_scale, arrays, _row_of_both, results=1, sums=_SUMS
-    )
-    return Results(y), Operands(dx)
-
-
-def _row_of_both(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
-    x, teacher, dy, *positions = operands
-    d = load(dy.at[row.index], None)
-    reduce = _reduction(row, x, teacher)
-
-    def divergence_and_numbers() -> tuple[jax.Array, list[jax.Array]]:
-        y, *stats = reduce()
-        return y, [*stats, d, *([y] if row.spec.loss.reverse else [])]
-
-    store_both(row, results, positions, divergence_and_numbers, [x, teacher], None, _gradient)
-
-
 def kl_divergence_fwd(
     operands: Operands, spec: Spec, *, schedule: LossSchedule | None = None
 ) -> Results:
@@ -232,16 +145,7 @@ def kl_divergence_fwd(
 
 def _row(row: LossRow, operands: Sequence[Ref], results: Sequence[Ref]) -> None:
     x, teacher, *positions = operands
-    reduce = _reduction(row, x, teacher)
-    store_row(row.index, results, positions, reduce, [0.0, 0.0, -jnp.inf, 0.0, 0.0])
-
-
-def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Array]]:
-    """Start the loads of a row. Return a function that computes the divergence and statistics.
-
-    The statistics are m and log(s) of the student, and then of the teacher.
-    """
-    spec, steps = row.scaled, row.steps()
+    spec, steps = row.spec, row.steps
     pair = _Pair.of(spec)
     refs = (x, teacher) if spec.loss.reverse else (teacher, x)
 
@@ -257,7 +161,7 @@ def _reduction(row: LossRow, x: Ref, teacher: Ref) -> Callable[[], list[jax.Arra
         sums = steps.reduce(read, functools.partial(_add, pair=pair), nothing, first)
         return _finish(_merge(_Sums(*row.gather(*_of_warps(sums, pair))), pair), spec)
 
-    return reduce
+    store_row(row.index, results, positions, reduce, [0.0, 0.0, -jnp.inf, 0.0, 0.0])
 
 
 def _add(

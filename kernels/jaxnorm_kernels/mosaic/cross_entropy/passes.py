@@ -3,7 +3,7 @@
 The forward pass reads a row once and reduces it to a few numbers. It does so in a loop over
 *steps*, each of which loads a few units of columns. In the backward pass, an element of the
 gradient does not depend on other elements of the row. So each block processes a part of a row, and
-the gradient may overwrite the logits. The module `both` combines the two passes in one kernel.
+the gradient may overwrite the logits.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.mosaic.cross_entropy.logits import of_row
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, present
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, present, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     Ref,
@@ -61,29 +61,20 @@ class LossSchedule:
         number of units per block. A unit consists of one vector per thread of a warpgroup.
       warpgroups: the number of warpgroups in a block; they share a row. In the backward pass, it
         is 1.
-      cluster: the number of blocks that share a row in the forward pass.
     """
 
     units: int
     warpgroups: int = 1
-    cluster: int = 1
 
     @classmethod
-    def of(
-        cls, units: RowFragments, columns: int, warpgroups: int, cluster: int = 1
-    ) -> "LossSchedule":
+    def of(cls, units: RowFragments, columns: int, warpgroups: int) -> "LossSchedule":
         """Return a schedule for rows that are divided into `units`.
 
         `columns` is the number of columns that a thread should process per step.
         """
         step = max(1, columns // units.vector)
-        most = max(1, units.count // (warpgroups * cluster))
-        return cls(min(step, most), warpgroups, cluster)
-
-    @property
-    def shares(self) -> int:
-        """The number of warpgroups that share a row."""
-        return self.warpgroups * self.cluster
+        most = max(1, units.count // warpgroups)
+        return cls(min(step, most), warpgroups)
 
     def parts(self, spec: Spec) -> int:
         """Return the number of blocks per row in the backward pass."""
@@ -110,7 +101,7 @@ class Steps(NamedTuple):
     @property
     def whole_steps(self) -> int:
         """The number of complete steps in which no unit has stale columns (see `RowFragments`)."""
-        return self.units.whole // (self.schedule.units * self.schedule.shares)
+        return self.units.whole // (self.schedule.units * self.schedule.warpgroups)
 
     def step(self, index: Any) -> list[Fragment]:
         """Return the units of step number `index`, which must be less than `whole_steps`."""
@@ -118,7 +109,7 @@ class Steps(NamedTuple):
 
     def rest(self) -> list[Fragment]:
         """Return the units that remain after the complete steps; the list may be empty."""
-        shares = self.schedule.shares
+        shares = self.schedule.warpgroups
         left = self.units.count - self.whole_steps * self.schedule.units * shares
         return self._of(self.whole_steps, -(-left // shares), whole=False)
 
@@ -161,20 +152,12 @@ class Steps(NamedTuple):
             sums = add(sums, rest, raw, None)
         for edge in self.units.edges(self.row):
             read = load([edge])
-            sums = add(sums, [edge], read, self._share == 0)
+            sums = add(sums, [edge], read, lax.axis_index(WARPGROUP) == 0)
         return sums
 
-    @property
-    def _share(self) -> jax.Array:
-        """The index of this warpgroup among all warpgroups that share the row."""
-        share = lax.axis_index(WARPGROUP)
-        if self.schedule.cluster > 1:
-            share = share + self.schedule.warpgroups * lax.axis_index(CLUSTER)
-        return share
-
     def _of(self, step: Any, count: int, *, whole: bool) -> list[Fragment]:
-        shares = self.schedule.shares
-        first = step * (self.schedule.units * shares) + self._share
+        shares = self.schedule.warpgroups
+        first = step * (self.schedule.units * shares) + lax.axis_index(WARPGROUP)
         return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
 
 
@@ -196,48 +179,20 @@ def where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
     return value if mask is None else jnp.where(mask, value, other)
 
 
-@dataclasses.dataclass(frozen=True)
-class LossRow:
-    """The row that a block processes, alone or with the other blocks of its cluster.
+class LossRow(NamedTuple):
+    """The row that a block processes.
 
     Attributes:
-      spec, schedule: the call's spec and schedule.
+      spec: the spec for computations with the row's logits; see `of_row`.
       index: index of the row.
-      exchange: the exchange of sums between all warps that share the row.
-      scratch: the shared memory and barriers of the exchange.
-      scale: the scale of the row's logits if each row has its own scale, else None.
+      steps: the steps of this warpgroup.
+      gather: a function that exchanges sums between all warps of the block; see `Gather`.
     """
 
     spec: Spec
-    schedule: LossSchedule
     index: Any
-    exchange: Gather
-    scratch: Sequence[Any]
-    scale: jax.Array | None = None
-
-    @property
-    def scaled(self) -> Spec:
-        """The spec for the computations with this row's logits; see `of_row`."""
-        return of_row(self.spec, self.scale)
-
-    def steps(self, *, padded: bool = False) -> Steps:
-        """Return the steps of this warpgroup. If `padded`, they contain the columns of padding."""
-        return Steps(units_of(self.spec, padded=padded), self.schedule, self.index)
-
-    def gather(self, *sums: jax.Array) -> list[jax.Array]:
-        """Exchange sums; return the sums of all warps that share the row. See `Gather`."""
-        self.exchange.ready()
-        return self.exchange(self.scratch, *sums)
-
-    def skip(self) -> None:
-        """Exchange no sums, because the row is masked; see `gather`.
-
-        The barrier of a cluster has two halves. Each block arrives when it starts
-        (``exchange.open``), and waits for the other blocks before it sends sums
-        (``exchange.ready``). Every arrival needs its wait, so a block that sends no sums must wait,
-        too.
-        """
-        self.exchange.ready()
+    steps: Steps
+    gather: Callable[..., list[jax.Array]]
 
 
 def launch_forward(
@@ -250,54 +205,41 @@ def launch_forward(
     results: int,
     sums: int,
 ) -> tuple[jax.Array, ...]:
-    """Launch one block, or one cluster of blocks, per row. Return arrays with one number per row.
-
-    If the backward pass is part of the kernel, the gradient of x precedes these arrays.
+    """Launch one block per row. Return arrays with one number per row.
 
     Args:
       scale: an array with the scale of each row's logits. None if all rows have the same scale.
       operands: all operands except `scale`. x is the first. None stands for an absent operand.
       compute: ``compute(row, operand_refs, result_refs)`` processes a `LossRow`. `operand_refs` is
         a list with a ref for each operand that is present. `result_refs` is a list with a ref for
-        each returned array. `compute` must call either ``row.gather(...)`` or ``row.skip()``, and
-        only once.
-      results: the number of returned arrays that have one float32 number per row.
+        each returned array. `compute` may call ``row.gather(...)`` only once.
+      results: the number of returned arrays, which are float32.
       sums: the number of sums that each warp contributes to ``row.gather``.
     """
     arrays = present(*operands, scale)
-    gather = Gather(schedule.warpgroups, schedule.cluster, values=sums)
-    scratch_types = gather.scratch()
-    outputs: list[tuple[tuple[int, ...], np.dtype]] = [((spec.rows,), _F32)] * results
-    overwritten = int(spec.returns_both and spec.overwrites_x)
-    if spec.returns_both and not overwritten:
-        outputs = [((spec.rows, spec.cols), spec.dx_dtype), *outputs]
+    gather = Gather(schedule.warpgroups, values=sums)
 
     # JAX caches the traced body, so the body must not refer to traced arrays.
     count = len(arrays)
 
     def body(*refs: Ref) -> None:
-        last = len(refs) - len(scratch_types)
-        operand_refs, scratch = refs[:count], refs[last:]
-        result_refs = refs[count:last]
-        if len(result_refs) < results + spec.returns_both:  # The gradient overwrites x.
-            result_refs = (operand_refs[0], *result_refs)
-        row = LossRow(spec, schedule, lax.axis_index(BLOCK), gather, scratch)
+        operand_refs, result_refs, scratch = split(refs, count, results)
+        index, of_this_row = lax.axis_index(BLOCK), spec
         if scale is not None:
             *operand_refs, scales = operand_refs
-            row = dataclasses.replace(row, scale=load(scales.at[row.index], None))
-        gather.open(scratch)
+            of_this_row = of_row(spec, load(scales.at[index], None))
+        steps = Steps(units_of(spec), schedule, index)
+        row = LossRow(of_this_row, index, steps, functools.partial(gather, scratch))
         compute(row, operand_refs, result_refs)
 
     return launch(
         body,
         arrays,
-        name=f"jaxnorm_{spec.op}_{'both' if spec.returns_both else 'fwd'}",
-        outputs=outputs,
-        overwritten=overwritten,
+        name=f"jaxnorm_{spec.op}_fwd",
+        outputs=[((spec.rows,), _F32)] * results,
         blocks=spec.rows,
-        cluster=schedule.cluster,
         warpgroups=schedule.warpgroups,
-        scratch=scratch_types,
+        scratch=gather.scratch(),
     )
 
 
@@ -313,39 +255,19 @@ def store_row(
     `positions` is a list with one ref: the mask of positions, which is False for masked rows. The
     list is empty if there is no mask.
     """
-    run_unmasked(
-        row,
-        positions,
-        lambda: store_results(row, results, reduce()),
-        lambda: store_results(row, results, otherwise),
-    )
 
+    def store_all(values: Sequence[Any]) -> None:
+        @pl.when(lax.axis_index(WARPGROUP) == 0)
+        def _() -> None:
+            for ref, value in zip(results, values):
+                store(ref.at[row], jnp.float32(value))
 
-def run_unmasked(
-    row: Any,
-    positions: Sequence[Ref],
-    run: Callable[[], None],
-    otherwise: Callable[[], None],
-) -> None:
-    """Call `run`, or `otherwise` if the row's position is masked; see `store_row`."""
     if not positions:
-        run()
+        store_all(reduce())
         return
     counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
-    pl.when(counts)(run)
-    pl.when(jnp.logical_not(counts))(otherwise)
-
-
-def store_results(row: Any, results: Sequence[Ref], values: Sequence[Any]) -> None:
-    """Store a number in each of `results`, at the index of the row.
-
-    If a cluster of blocks shares the row, each block stores the same numbers.
-    """
-
-    @pl.when(lax.axis_index(WARPGROUP) == 0)
-    def _() -> None:
-        for ref, value in zip(results, values):
-            store(ref.at[row], jnp.float32(value))
+    pl.when(counts)(lambda: store_all(reduce()))
+    pl.when(jnp.logical_not(counts))(lambda: store_all(otherwise))
 
 
 def read_label(labels: Ref, row: Any) -> jax.Array:
@@ -429,7 +351,17 @@ def launch_backward(
             values = [load(ref.at[row], None) for ref in others[has_label:]]
             has_entry = values[1] != -jnp.inf
             scaled = of_row(spec, None if scale is None else values.pop())
-            store_gradient(scaled, of_block, raw, dx, row, label, values, gradient, has_entry)
+            shape, layout = of_block[0].shape, of_block[0].layout
+            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+            columns = flat_index(shape, layout)  # indices relative to a unit's first column
+            labels_of: list[list[Label]] = [[] for _ in of_block]
+            if label is not None:
+                labels_of = [[Label(label, unit.has(label))] for unit in of_block]
+            for unit, of_label, *elements in zip(of_block, labels_of, *raw):
+                wide = [widen(value, layout) for value in elements]
+                operands = (scaled, *wide, unit, columns, *of_label, values)
+                of_unit = functools.partial(gradient, *operands)
+                unit.store(dx, row, lax.cond(has_entry, of_unit, lambda: zero))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
         if of_rows.has_edges:
@@ -444,38 +376,3 @@ def launch_backward(
         blocks=spec.rows * parts,
     )
     return Operands(dx)
-
-
-def store_gradient(
-    spec: Spec,
-    units: Sequence[Fragment],
-    raw: Sequence[Sequence[jax.Array]],
-    dx: Ref,
-    row: Any,
-    label: jax.Array | None,
-    numbers: Sequence[jax.Array],
-    gradient: Callable[..., jax.Array],
-    has_entry: jax.Array | None,
-) -> None:
-    """Store dx of some units of a row.
-
-    Args:
-      raw: for each array of logits, a list with the elements of each unit.
-      dx: ref of the gradient of all rows.
-      label: the row's label, or None if there are no labels.
-      numbers, gradient: see `launch_backward`. `numbers` has the values of this row.
-      has_entry: a traced bool. It is True if the row is not masked, and False if it is masked, so
-        that its dx is 0. None means that the caller has already checked that the row is not masked.
-    """
-    shape, layout = units[0].shape, units[0].layout
-    zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-    columns = flat_index(shape, layout)  # indices relative to a unit's first column
-    of_units: list[list[Label]] = [[] for _ in units]
-    if label is not None:
-        of_units = [[Label(label, unit.has(label))] for unit in units]
-    for unit, of_label, *elements in zip(units, of_units, *raw):
-        wide = [widen(value, layout) for value in elements]
-        of_unit = functools.partial(gradient, spec, *wide, unit, columns, *of_label, numbers)
-        unit.store(
-            dx, row, of_unit() if has_entry is None else lax.cond(has_entry, of_unit, lambda: zero)
-        )

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import inline, is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -39,7 +40,6 @@ from jaxnorm_kernels.mosaic.device.mgpu import (
     utils,
     vector,
 )
-from jaxnorm_kernels.specs import Shared
 
 
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:

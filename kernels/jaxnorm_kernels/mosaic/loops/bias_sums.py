@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.device.launch import BLOCK
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, Tile
-from jaxnorm_kernels.specs import Shared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
@@ -41,7 +42,6 @@ from jaxnorm_kernels.mosaic.device.registers import (
 )
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments
-from jaxnorm_kernels.specs import Shared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.mosaic.device.launch import BLOCK
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -31,7 +32,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, Tile
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 
 
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:

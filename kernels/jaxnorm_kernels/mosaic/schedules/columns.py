@@ -21,7 +21,8 @@ def registers(spec: Spec) -> int:
     """
     if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
-    return 2 if spec.operand_waits or column_bytes(spec) > 4 else 1
+    operand_waits = spec.norm.norm_before_gate or "first" in spec.operation.norms
+    return 2 if operand_waits or column_bytes(spec) > 4 else 1
 
 
 def param_sizes(spec: Spec) -> list[int]:

@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.broadcasts import Shared
 from jaxnorm_kernels.gradients import add_rows
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
@@ -50,7 +51,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import Fragments, SplitRow, Tile
 from jaxnorm_kernels.mosaic.schedules.columns import full_bias_dtype
 from jaxnorm_kernels.mosaic.schedules.forward import TileSchedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,8 @@ class SoftmaxFormula:
         this number and a factor that may be NaN, so it may be NaN instead of 0 in excluded
         elements. If the call excludes no elements, `multiple` is returned unchanged.
         """
-        if not self.spec.drops_entries:
+        spec = self.spec
+        if not (spec.is_causal or (spec.has("mask") and spec.drops_masked)):
             return multiple
         return jnp.where(y == (-jnp.inf if self._is_log else 0.0), 0.0, multiple)
 
