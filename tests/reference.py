@@ -1,10 +1,8 @@
-"""Bounds on the rounding errors of the functions and their gradients, derived by hand.
+"""Float64 references in NumPy, the rounding errors of dtypes, and comparisons within bounds.
 
-The float64 values are computed in NumPy. Inputs are taken as exact, so a bound only covers
-arithmetic and storage. In the bounds, u is the unit roundoff of the arithmetic (float32 or
-float64), and v is the unit roundoff of the stored output. A sum of n rounded terms has an error of
-about ``sqrt(n) * u`` times the sum of their magnitudes (a random walk). The factor ``SAFETY``
-covers the largest deviation among all elements that a test checks.
+A sum of n rounded terms has an error of about ``sqrt(n) * u`` times the sum of their magnitudes (a
+random walk), where u is the unit roundoff of the arithmetic. The factor ``SAFETY`` covers the
+largest deviation among all elements that a test checks.
 """
 
 import jax
