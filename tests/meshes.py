@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 
@@ -68,21 +67,6 @@ def mesh_of(case, kind):
     sizes, types = tuple(case.mesh.values()), (axis_type,) * len(case.mesh)
     devices = jax.devices()[: math.prod(sizes)]
     return jax.make_mesh(sizes, tuple(case.mesh), axis_types=types, devices=devices)
-
-
-def specs_of(mesh_axes, ndim):
-    """Return all ways to shard an array over the axes `mesh_axes` of a mesh, as PartitionSpecs.
-
-    `ndim` is the number of dimensions of the array.
-    """
-    specs = []
-    for order in itertools.permutations(mesh_axes):
-        for places in itertools.product([None, *range(ndim)], repeat=len(order)):
-            on = [tuple(m for m, at in zip(order, places) if at == axis) for axis in range(ndim)]
-            spec = P(*[names[0] if len(names) == 1 else names or None for names in on])
-            if spec not in specs:
-                specs.append(spec)
-    return specs
 
 
 def in_shards(arrays, mesh, specs):

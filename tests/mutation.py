@@ -61,11 +61,11 @@ COVERING = {
         "test_gated_linear_programs test_gated_linear test_norm_linear* test_linear_loss*"
     ),
     "primitives/row_operations": (
-        "mosaic/test_losses_mosaic test_implementation test_primitive test_set_mesh "
-        "test_batches test_programs test_meshes"
+        "mosaic/test_losses_mosaic test_implementation test_primitive test_residual_programs "
+        "test_set_mesh test_batches test_programs test_meshes"
     ),
     "primitives/": (
-        "test_implementation test_set_mesh test_batches "
+        "test_implementation test_set_mesh test_batches test_every_function "
         "test_every_derivative test_programs test_meshes"
     ),
     "mosaic/cross_entropy": "mosaic/test_losses_mosaic mosaic/test_divergence",

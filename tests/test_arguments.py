@@ -258,7 +258,7 @@ OTHER_NAMES = [
     ("linear_kl_divergence", "reductions", "sum", "use reduction="),
     ("gated_linear", "act_fn", "gelu", "use activation="),
     ("rms_norm", "is_causal", True, "expected one of x, scale, axis"),
-    ("rms_norm", "logit_scale", 2.0, "use scale="),
+    ("rms_norm", "logit_scale", T(8), "use scale="),
 ]
 
 
@@ -304,3 +304,12 @@ def test_errors_that_do_not_depend_on_the_order():
         jaxnorm.rms_norm_linear(T((2, 3)), T(3))
     with pytest.raises(TypeError, match=r"^kl_divergence: logits_scale is differentiated"):
         jax.grad(lambda s: jaxnorm.kl_divergence(T(3), T(3), logits_scale=s))(0.5)
+    layers = T((2, 3)), T((3, 5)), T((2, 4)), T((4, 5))
+    with pytest.raises(TypeError, match=r"^linear_kl_divergence: logits_scale is differentiated"):
+        jax.grad(lambda s: jaxnorm.linear_kl_divergence(*layers, logits_scale=s))(0.5)
+
+
+def test_options_of_swapped_arguments():
+    """An option that has a shape but no dtype, as a NumPy dtype has, is no array."""
+    with pytest.raises(ValueError, match=r"^rms_norm: .* are x and scale swapped\?"):
+        jaxnorm.rms_norm(T(3), T((2, 6, 3)), dtype=np.dtype("float32"))

@@ -52,6 +52,13 @@ OF_TABLES = {
     "tables otherwise": Layout(P("model", "data"), tables=P("data")),
     "columns and pairs": Layout(P("data", None, "model"), tables=P("data", None, "model")),
 }
+# Other orders of mesh axes, for one function.
+CROSSED = {
+    "crossed": Layout(P("model", "data"), P("data")),
+    "second axis over two": Layout(P(None, ("model", "data")), P(("model", "data"))),
+    "columns over two": Layout(P(None, None, ("data", "model")), P("data")),
+    "columns and rows": Layout(P("model", None, "data"), P(("data", "model"))),
+}
 NAMES = [
     name
     for name in FUNCTIONS
@@ -123,6 +130,7 @@ CASES = [
         for name in ("rms_norm_rope", "rms_norm_rope of constant tables")
         for kind, runs in (("auto", "xla"), ("explicit", "kernel"))
     ),
+    *(("layer_norm", layout, "explicit", "xla") for layout in CROSSED),
 ]
 
 
@@ -153,7 +161,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     Devices exchange gradients of parameters. If columns are split, they also exchange sums over
     each row. x is exchanged only if it must be resharded to match a parameter.
     """
-    expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
+    expected, its = on_one_device(name), (LAYOUTS | OF_TABLES | CROSSED)[layout]
     with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:
         compiled, sharded = on_mesh(step_of(name), name, its, kind)
         results = compiled(*sharded)
@@ -164,6 +172,9 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
         for a in jax.tree.leaves(results):
             if a.shape == x.shape:
                 assert a.sharding.is_equivalent_to(x.sharding, x.ndim)
+    if kind == "explicit":  # Each gradient is sharded like its operand.
+        specs = [jax.typeof(sharded[i]).sharding.spec for i in floats_in(sharded)]
+        assert [jax.typeof(a).sharding.spec for a in results[1]] == specs
     travels = sizes_of(compiled)
     params = [a.size for a in sharded[1:] if a.size < x.size]
     if layout in LAYOUTS and not (is_split and "rope" in name):

@@ -176,19 +176,6 @@ def test_product(weight, kind):
     check_product(ours)
 
 
-def test_the_kernel_of_norm_and_product_on_shards():
-    mesh = mesh_of(Case("product", {"data": GPUS}, P("data")), "manual")
-    specs = {name: P("data") if name == "x" else P() for name in ("x", "weight", "scale", "bias")}
-    given = PRODUCT()
-    function = jax.shard_map(
-        functools.partial(product_of, implementation="mosaic"),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=P("data"),
-    )
-    check_product(jax.jit(function)({name: given[name] for name in specs}))
-
-
 def final_losses(tmp_path, *options):
     """Run the demo, and return the final losses of its three trainings, with 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"

@@ -17,13 +17,10 @@ from jax.sharding import PartitionSpec as P
 from meshes import (
     SHAPE,
     Case,
-    check_values,
     collectives,
     eight_devices,
     mesh_of,
-    on_mesh,
     operands,
-    specs_of,
     step,
 )
 from program_error import analyse, assert_analysed, assert_computes
@@ -54,24 +51,6 @@ def moved(compiled):
     """Return the shapes of all exchanged arrays that are at least as large as a shard of x."""
     found = collectives(compiled)
     return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
-
-
-# All ways to shard an array with three axes, and a vector, over a mesh with two axes.
-X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
-
-
-@pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
-@pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
-def test_every_pair_of_explicit_specs(x_spec, params):
-    """Each gradient is sharded like its operand, for all shardings over two Explicit axes."""
-    mesh = {"data": 4, "seq": 2}
-    case = Case("", mesh, x_spec, params)
-    shape = (8, 8, 16)
-    compiled, sharded = on_mesh(step("layer_norm"), operands("layer_norm", shape), case, "explicit")
-    check_values(compiled, sharded, "layer_norm")
-    y, dx, dscale, dbias = (jax.typeof(a).sharding.spec for a in compiled(*sharded))
-    x, scale = (jax.typeof(sharded[i]).sharding.spec for i in (1, 2))
-    assert (y, dx, dscale, dbias) == (x, x, scale, scale)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

@@ -232,15 +232,18 @@ class RowView:
         sizes = self._sizes(self.axes_of(kind))
         return sizes + self.candidates if kind == "candidate" else sizes
 
-    def of_shapes(
-        self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
+    def with_shapes(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[int, ...],
+        shape_of: Callable[[Kind], tuple[int, ...]],
     ) -> "RowView":
         """Return a `RowView` with another shape of x, and with other normalised `axes`.
 
-        ``of(kind)`` must return the new shape of the operand that is named `kind`, such as "scale"
-        or "mask". The number of labels of each row does not change.
+        ``shape_of(kind)`` must return the new shape of the operand that is named `kind`, such as
+        "scale" or "mask". The number of labels of each row does not change.
         """
-        view = RowView.of(shape, axes, **{kind: of(kind) for kind in _SHAPES})
+        view = RowView.of(shape, axes, **{kind: shape_of(kind) for kind in _SHAPES})
         return dataclasses.replace(view, candidates=self.candidates) if self.candidates else view
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
@@ -259,7 +262,7 @@ class RowView:
             return (size, *[1] * (len(self.shape) - len(shape)), *shape)
 
         axes = tuple(axis + 1 for axis in self.axes)
-        return self.of_shapes((size, *self.shape), axes, batched)
+        return self.with_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """Reshape an array for a kernel.

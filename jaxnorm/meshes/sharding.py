@@ -110,7 +110,7 @@ class Layout:
             # A rotary table's last axis, the pairs of columns, is not sharded.
             return (*split[:-1], *sizes[-1:]) if kind == "table" else split
 
-        return view.of_shapes(shape, view.axes, of_shard)
+        return view.with_shapes(shape, view.axes, of_shard)
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
         """Return the mesh axes over which the query axis of a causal softmax is sharded.

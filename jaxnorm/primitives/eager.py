@@ -78,9 +78,9 @@ def compiled[**P, T](
                 and given.keys() == parameters.keys()
                 and all(map(_is_given, arrays_of(given)))
                 and not any(map(callable, map(given.get, functions)))
-                and _is_constant(of_call := statics_of(given))
+                and _is_constant(constants := statics_of(given))
             ):
-                result: T = fast(_types(of_call), *ordered(given))
+                result: T = fast(_types(constants), *ordered(given))
                 return result
             return function(*arguments, **options)
 

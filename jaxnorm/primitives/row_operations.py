@@ -100,9 +100,9 @@ class _RowRules(Rules):
             return call.kernel("xla") if whole and not (natural or stays) else call.xla
         if whole:
             call.check_implementation()
-            of_call = name, call.as_seen_by(name)
+            seen = call.as_seen_by(name)
             failed = functools.partial(
-                backends.lowering_failed, call.function, call.implementation, *of_call
+                backends.lowering_failed, call.function, call.implementation, name, seen
             )
             return Kernel(call.kernel(name), failed)
         if auto_axes.can_partition(axes):
@@ -201,8 +201,8 @@ class _RowRules(Rules):
             arrays, first = dict(zip(call.residual_names, residuals)), call.first()
             arrays["saved"] = arrays["x"]
             inner = [name for name in names if name in ("x", "scale")]
-            of_first = [arrays[name] for name in first.residual_names]
-            results = self.bind(first.backward((*inner,)), *of_first, dh) if inner else []
+            first_residuals = [arrays[name] for name in first.residual_names]
+            results = self.bind(first.backward((*inner,)), *first_residuals, dh) if inner else []
             by_name.update(zip(inner, results))
         elif "x" in names:
             by_name["x"] = dh.astype(call.spec.x_dtype)
@@ -278,8 +278,8 @@ class _RowRules(Rules):
             call.view.shape_of,
         )
         call = call.with_view(view)
-        forced = call.implementation
-        if forced is not None and call.spec.is_norm and call.as_seen_by(forced).norm.scattered:
+        asked = call.implementation
+        if asked is not None and call.spec.is_norm and call.as_seen_by(asked).norm.scattered:
             call = call.replaced(implementation="xla")  # no kernel can use the parameters
         results = [
             jnp.squeeze(a, tuple(range(1, a.ndim - len(shape_of(kind)))))

@@ -242,8 +242,8 @@ class Rules:
             tangent = call.tangent((*nonzeros,))
             results = self.bind(tangent, *residuals, *nonzeros.values())
             by_name = dict(zip(tangent.returns, results))
-        of_linear = [by_name.get(name) if name in wanted else None for name in names]
-        return [None] * len(residuals) + of_linear
+        cotangents_out = [by_name.get(name) if name in wanted else None for name in names]
+        return [None] * len(residuals) + cotangents_out
 
     def transposed_tangent(
         self, call: Any, residuals: Arrays, cotangents: Any, names: Sequence[str]
@@ -330,10 +330,10 @@ class Rules:
         mlir.register_lowering(primitive, lower, inline=False)
         batching.primitive_batchers[primitive] = as_jax_rule(self.batched)
         if direction == "fwd":
-            ad.primitive_jvps[primitive] = as_jax_rule(_of_constants(self.forward_jvp))
+            ad.primitive_jvps[primitive] = as_jax_rule(_without_constants(self.forward_jvp))
             remat.register(primitive, self)
         else:
-            ad.primitive_jvps[primitive] = as_jax_rule(_of_constants(self.linear_jvp))
+            ad.primitive_jvps[primitive] = as_jax_rule(_without_constants(self.linear_jvp))
             ad.primitive_transposes[primitive] = as_jax_rule(self.transpose)
         partial_eval.dce_rules[primitive] = self.drop_unused
         if partitioned:
@@ -369,7 +369,7 @@ def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
 _CONSTANTS = {"teacher_logits", "teacher_x", "teacher_weight", "teacher_bias", "where"}
 
 
-def _of_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
+def _without_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a JVP rule so that it ignores the tangents of constants.
 
     In forward mode with ``jax_remat3``, these tangents are arrays of zeros. The tangent of
@@ -379,11 +379,11 @@ def _of_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
         named = [*zip(call.takes, tangents, strict=True)]
-        of_scale = nonzero(item for item in named if item[0] == "logits_scale").values()
+        along_scale = nonzero(item for item in named if item[0] == "logits_scale").values()
         constants = {*_CONSTANTS, "logits_scale"}
         tangents = [zero_like(a) if n in constants else t for a, (n, t) in zip(primals, named)]
         results, along = rule(call, primals, tangents)
-        for tangent in of_scale:
+        for tangent in along_scale:
             total = jnp.sum(tangent)
             along = [zero_like(a) if t is None else t for a, t in zip(results, along)]
             along = [t + total.astype(t.dtype) for t in map(ad.instantiate_zeros, along)]
