@@ -1,7 +1,4 @@
-"""Functions of logits and labels: values and gradients against float64 NumPy.
-
-Entropies are tested in `test_log_prob`.
-"""
+"""Functions of logits and labels: values and gradients against float64 NumPy."""
 
 import functools
 from collections.abc import Callable
@@ -15,6 +12,7 @@ import reference
 import refused
 from log_prob_cases import LogProbs
 from loss_cases import CrossEntropy, operands
+from pairs import on_each_implementation
 from program_error import assert_computes
 from reference import assert_within, exact
 
@@ -266,37 +264,160 @@ def test_masks_of_classes(of, implementation):
         assert_computes(results[0, 0], one, x[0, 0])
 
 
+# A class whose logit is -inf has an infinite loss with label smoothing.
+each_unsmoothed = pytest.mark.parametrize(
+    ("of", "options"),
+    [(of, o) for of in FUNCTIONS for o in FUNCTIONS[of].options if "label_smoothing" not in o],
+    ids=str,
+)
+
+
 @refusable
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
-def test_confident_labels(options, implementation):
-    """A small loss (about 1e-6) has a relative error of a few roundings."""
-    certain = jnp.array([14, 16, 18, 20], jnp.float32) + np.float32(np.log(999))
-    x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(certain), jnp.full(4, 3)
-    loss = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation, **options)
+@each_option
+def test_confident_labels(of, options, implementation):
+    """Small losses and entropies (about 1e-6) have relative errors of a few roundings."""
+    gap = jnp.array([14, 16, 18, 20], jnp.float32) + np.float32(np.log(999))
+    x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(gap), jnp.full(4, 3)
+    results = check(x, labels, jnp.ones(4), implementation=implementation, of=of, **options)
     if not options:
-        expected = np.log1p(999 * np.exp(-exact(certain)))
-        # The loss depends on a sum of 999 equal exponentials. The arguments of the exponentials
+        others = 999 * np.exp(-exact(gap))
+        loss, entropy = np.log1p(others), np.log1p(others) + others * exact(gap) / (1 + others)
+        # All results depend on a sum of 999 equal exponentials. The arguments of the exponentials
         # have the same rounding error, so the errors do not cancel in the sum.
-        roundings = reference.SAFETY * (np.sqrt(999) + exact(certain) + 8) * 2.0**-24
-        assert_within(loss, expected, roundings * expected)
+        roundings = reference.SAFETY * (np.sqrt(999) + exact(gap) + 8) * 2.0**-24
+        results = (results,) if of == "loss" else results
+        for ours, expected in zip(results, [loss] if of == "loss" else [-loss, entropy]):
+            assert_within(ours, expected, roundings * np.abs(expected))
 
 
 @refusable
-@pytest.mark.parametrize("options", OPTIONS[:1] + OPTIONS[2:3], ids=str)
-def test_extreme_logits(options, implementation):
+@each_unsmoothed
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_extreme_logits(dtype, of, options, implementation):
+    """Results are correct for rows with extreme logits.
+
+    In such a row, one class has a probability of nearly 1, all classes have the same probability,
+    logits are large, or some logits are -inf.
+    """
+    x, labels, d = operands((7, 300), dtype)
+    x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # almost all probability on the label
+    x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # on another class
+    x = x.at[2].set(1e4).at[3].set(-7)  # two uniform rows
+    x = x.at[4].set(jnp.sign(x[4]) * 1e4)
+    x = x.at[5, 10:].set(-jnp.inf).at[5, labels[5]].set(1)
+    x = x.at[6].set(jnp.where(jnp.arange(300) == labels[6], 3, -jnp.inf))  # only one class
+    results = check(x, labels, d, implementation=implementation, of=of, **options)
+    if not options:
+        for a in results if of == "log_prob" else (results,):
+            assert (a[0], a[6]) == (0, 0)
+
+
+@refusable
+@each_unsmoothed
+@pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
+def test_logits_that_stand_for_none(lowest, of, options, implementation):
+    """A logit of -inf, or a very low finite logit, excludes its class.
+
+    Each of the four rows of x excludes different classes: the first 200, the last ones except the
+    label, every third, or all but the label.
+    """
     x, labels, d = operands((4, 300), "float32")
-    big = jnp.sign(x) * 1e4
-    check(big, labels, d, implementation=implementation, **options)
-    check(x + 1e4, labels, d, implementation=implementation, **options)
-    # A class whose logit is -inf has probability 0. If it is the label, the loss is infinite and
-    # the gradient finite.
-    x = x.at[:, 10:].set(-jnp.inf).at[0, labels[0]].set(-jnp.inf)
-    loss, dx = value_and_gradient(x, labels, d, options=(("implementation", implementation),))
-    expected = CrossEntropy(x, labels)
-    with np.errstate(invalid="ignore"):
-        assert_within(loss[1:], expected.loss[1:], 1e-4 + 0 * expected.loss[1:])
-        assert_within(dx, expected.gradient(d), 1e-5 + 0 * expected.gradient(d))
-    assert np.isposinf(loss[0])
+    column, labels = jnp.arange(300), labels.at[:].set(299)
+    left_out = jnp.stack([column < 200, (column >= 100) & (column < 299), column % 3 == 0])
+    x = jnp.where(jnp.stack([*left_out, column < 299]), lowest, x)
+    d = 8 * jnp.sign(d) + d
+    check(x, labels, d, implementation=implementation, of=of, **options)
+
+
+@refusable
+@each
+def test_what_is_infinite(of, implementation):
+    """Results are correct if the label's logit is -inf, or if all logits of the row are -inf."""
+    x, labels, d = operands((3, 300), "float32")
+    x = x.at[0, labels[0]].set(-jnp.inf).at[1].set(-jnp.inf)
+    given, cotangents = (("implementation", implementation),), FUNCTIONS[of].cotangents(d)
+    results, dx = values_and_gradient(x, labels, cotangents, options=given, of=of)
+    assert np.isinf(results[0][0])
+    for a in (*results, dx):
+        assert np.isnan(a[1]).any()
+        assert np.isfinite(a[2]).all()
+    assert np.isfinite(dx[0]).all()
+    for entropy in results[1:]:
+        lower = x[:1].at[0, labels[0]].set(-1e4)
+        np.testing.assert_array_equal(
+            entropy[0], log_prob_and_entropy(lower, labels[:1], implementation=implementation)[1][0]
+        )
+
+
+@pytest.mark.parametrize(("count", "axis"), [(3, -1), (40, -1), (3, 0), (40, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_several_labels(count, axis, masked):
+    """Each label of a position has its log-probability, even if the label's class is masked."""
+    rng = np.random.default_rng(count)
+    x = jnp.asarray(3 * rng.normal(size=(5, 64)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 64, (5, count)), jnp.int32)
+    d = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, count), (5,)))
+    where = jnp.asarray(rng.random((5, 64)) < 0.7) if masked else None
+
+    def plain(x):
+        lse = jax.nn.logsumexp(x, -1, keepdims=True, where=where)
+        log_p = x - lse
+        terms = jnp.exp(log_p) * log_p
+        return jnp.take_along_axis(log_p, labels, -1), -jnp.sum(terms, -1, where=where)
+
+    def derivatives(function):
+        def total(x):
+            return sum(jnp.sum(a * jnp.sin(y)) for a, y in zip(d, function(x)))
+
+        gradient = jax.grad(total)
+        return lambda x: (function(x), jax.jvp(gradient, (x,), (jnp.cos(x),)))
+
+    def several(x):
+        x, mask = (None if a is None else jnp.moveaxis(a, -1, axis) for a in (x, where))
+        return log_prob_and_entropy(x, labels, axis, mask)
+
+    ours = derivatives(several)
+    assert_computes(ours(x), derivatives(plain), x, like=ours)
+
+
+@refusable
+@on_each_implementation("dtype options", ["bfloat16", "float32"], FUNCTIONS["log_prob"].options)
+def test_labels_that_are_no_classes(dtype, options, implementation):
+    """A label that is not a class makes its log-probability NaN, but not the entropy.
+
+    The gradient of the row is NaN, unless the cotangent of the log-probability is 0.
+    """
+    x, labels, d = operands((6, 300), dtype)
+    x = x.at[2].set(0).at[2, 7].set(90).at[4, 0].set(90)
+    labels, d = labels.at[1:5].set(jnp.array([300, -1, -100, 2**20])), d.at[2:5].set(0)
+    log_prob, entropy = check(x, labels, d, implementation=implementation, of="log_prob", **options)
+    np.testing.assert_array_equal(np.isnan(log_prob), [False, *[True] * 4, False])
+    assert np.isfinite(entropy).all()
+
+
+@pytest.mark.parametrize("count", [None, 3, 40])
+def test_derivatives_of_labels_that_are_no_classes(count):
+    """In forward and reverse mode, the entropy does not depend on the labels.
+
+    The tangent of a label's log-probability is NaN if the label is not a class, except at masked
+    positions, where it is 0.
+    """
+    x, labels, d = operands((5, 64), "float32")
+    labels = labels if count is None else jnp.repeat(labels[:, None], count, 1)
+    bad = labels.at[1].set(64).at[3].set(-100)
+    where = jnp.arange(5) != 3
+
+    def both(labels):
+        function = functools.partial(log_prob_and_entropy, labels=labels, where=where)
+        tangents = jax.jvp(function, (x,), (jnp.sin(x),))[1]
+        return *tangents, jax.grad(lambda x: jnp.sum(d * function(x)[1]))(x)
+
+    valid = jnp.where((bad < 0) | (bad >= 64), 0, bad)
+    (of_label, *of_entropy), (of_valid, *expected) = both(bad), both(valid)
+    is_bad = np.arange(5).reshape(5, *[1] * (labels.ndim - 1)) == 1
+    np.testing.assert_array_equal(of_label, np.where(is_bad, np.nan, of_valid))
+    for a, b in zip(of_entropy, expected):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_more_than_float32_halves():

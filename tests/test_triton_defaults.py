@@ -31,34 +31,6 @@ def spec(op, **changes):
     return build_spec(op, "bwd", 8192, 4096, BF16, BF16, **{**norm, **changes})
 
 
-NAMES = [
-    (spec("softmax"), "softmax"),
-    (spec("log_softmax", has_mask=True), "log_softmax with where"),
-    (spec("softmax", has_mask=True, logits_bias_dtype=F32), "softmax with a bias"),
-    (spec("softmax", has_mask=True, causal=True), "softmax with causal"),
-    (spec("norm", subtract_mean=True, outputs=("y", "h")), "layer_norm"),
-    (spec("add_norm", residual_dtype=BF16), "add_rms_norm"),
-    (
-        spec("scaled_add_norm", residual_dtype=BF16, subtract_mean=True),
-        "add_layer_norm with a gate",
-    ),
-    (spec("norm_gated", gate_dtype=BF16, norm_before_gate=True), "rms_norm_gated"),
-    (spec("norm_gated", gate_dtype=BF16), "rms_norm_gated with norm_before_gate=False"),
-    (spec("cross_entropy"), "softmax_cross_entropy_with_integer_labels"),
-    (
-        spec("log_prob_and_entropy", logit_softcap=30.0),
-        "log_prob_and_entropy with logit_softcap",
-    ),
-    (spec("kl_divergence", teacher_dtype=BF16), "kl_divergence"),
-    (spec("kl_divergence", teacher_dtype=BF16, reverse=True), "kl_divergence with reverse"),
-]
-
-
-@pytest.mark.parametrize(("call", "name"), NAMES, ids=[name for _, name in NAMES])
-def test_names_of_calls(call, name):
-    assert timings.name_of(call) == name
-
-
 def test_every_timing_is_of_a_function_and_every_block_has_a_call():
     assert {name.partition(" with ")[0] for name in TIMINGS} <= {*FUNCTIONS}
     assert {*CALLS} <= {*OPERATIONS, *BLOCKS, *LOSSES}

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_kl_divergence
-import test_log_prob
 import test_loss
 from loss_cases import CrossEntropy, operands
 from program_error import assert_computes
@@ -54,14 +53,14 @@ def test_scaled_and_capped_losses(options, scheduled):  # noqa: F811
 
 @pytest.mark.parametrize(("dtype", "cols"), CASES)
 def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
-    options = test_log_prob.OPTIONS[CASES.index((dtype, cols)) % 4]
+    options = test_loss.FUNCTIONS["log_prob"].options[CASES.index((dtype, cols)) % 4]
     x, labels, d = operands((9, cols), dtype)
     # In some rows, the label or another class has a probability of nearly 1. Other rows have equal
     # logits, or logits of -inf.
     x = x.at[1].set(0).at[1, labels[1]].set(90).at[2].set(0).at[2, (labels[2] + 1) % cols].set(90)
     x = x.at[3].set(-7).at[4, : cols // 2].set(-jnp.inf).at[4, labels[4]].set(1)
     x = x.at[5, : cols - 3].set(jnp.finfo(dtype).min).at[5, labels[5]].set(1)
-    test_log_prob.check(x, labels, 3 * d, implementation=scheduled, **options)
+    test_loss.check(x, labels, 3 * d, implementation=scheduled, of="log_prob", **options)
 
 
 @pytest.mark.parametrize("function", [cross_entropy, log_prob_and_entropy])

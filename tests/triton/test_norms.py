@@ -36,7 +36,7 @@ KINDS, BOTH, SAVED = ["layer_norm", "rms_norm"], [True, False], ["output", "inpu
 
 
 class Family(NamedTuple):
-    """The calls with which one operation is tested.
+    """The calls with which one operation is tested, here and in `test_compile_norms`.
 
     Attributes:
       options: maps an option to its tested values. For any two options, every pair of their values
@@ -146,22 +146,27 @@ def call(monkeypatch):
     return run
 
 
-def check(call, family, schedule=None, **given):
-    """Assert that the passes of a call are within their bounds.
-
-    The backward is not tested if it runs the kernels of another operation.
-    """
-    call = functools.partial(call, schedule=schedule)
+def make_spec(family, direction, rows, cols, **given):
+    """Return the spec of a pass of an entry of `FAMILIES`, with other options in `given`."""
     of = FAMILIES[family]
     given = {"mix": of.options["mix"][1], **of.given, **given}
     if "groups" in given:
         given |= norms.grouped(given.pop("groups"), given["kind"])
     if given.get("scale_dtype") and given.get("kind") == "layer_norm" and of.op == "norm":
         given = {"bias_dtype": given["scale_dtype"], **given}
+    return norms.make_spec(of.op, direction, rows, cols, **given)
+
+
+def check(call, family, schedule=None, **given):
+    """Assert that the passes of a call are within their bounds.
+
+    The backward is not tested if it runs the kernels of another operation.
+    """
+    call = functools.partial(call, schedule=schedule)
     if not given.get("adds_dh"):
-        norms.check_forward(call, norms.make_spec(of.op, "fwd", *SHAPE, **given))
-    if of.backward:
-        norms.check_backward(call, norms.make_spec(of.op, "bwd", *SHAPE, **given))
+        norms.check_forward(call, make_spec(family, "fwd", *SHAPE, **given))
+    if FAMILIES[family].backward:
+        norms.check_backward(call, make_spec(family, "bwd", *SHAPE, **given))
 
 
 @pytest.mark.parametrize(

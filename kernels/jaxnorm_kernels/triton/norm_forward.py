@@ -60,7 +60,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         "gate_ptr": operands.gate,
         "gate": norm_parameters.gate_of(spec),
     }
-    if schedule.stages > 1 and _may_persist(spec):
+    if schedule.stages > 1 and spec.op == "norm" and spec.groups == 1:
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
@@ -99,11 +99,6 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         return Results(y, stats=tuple(results))
     # The kernels always store h. Return it only if the call requests it.
     return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
-
-
-def _may_persist(spec: Spec) -> bool:
-    """Return True if the kernel with persistent programs supports this call."""
-    return spec.op == "norm" and spec.groups == 1
 
 
 @triton.jit

@@ -327,30 +327,13 @@ NORM_ROPE_FORWARD = (
 # takes 1.06 to 1.12 times as long.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=1024, stages=4),)
 
-_TABLES = {
-    ("softmax", "fwd"): SOFTMAX_FORWARD,
-    ("softmax", "bwd"): SOFTMAX_BACKWARD,
-    ("log_softmax", "fwd"): SOFTMAX_FORWARD,
-    ("log_softmax", "bwd"): SOFTMAX_BACKWARD,
-    ("norm_rope", "fwd"): NORM_ROPE_FORWARD,
-    ("norm_rope", "bwd"): NORM_ROPE_BACKWARD,
-}
-
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """Return the schedule for `spec` on `gpu`, which is the local GPU by default."""
+    gpu = gpu or local_gpu()
     if spec.is_loss:
-        return _of_loss(spec, gpu or local_gpu())
-    return of_line(choose_line(spec), spec, gpu or local_gpu())
-
-
-def choose_line(spec: Spec) -> Line:
-    """Return the first line that applies to `spec` in the table of its operation."""
-    return next(line for line in _table(spec) if line.fits(spec))
-
-
-def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
-    """Return the schedule that the line `line` of a table describes for `spec` on `gpu`."""
+        return _of_loss(spec, gpu)
+    line = next(line for line in _table(spec) if line.fits(spec))
     threads, pieces = _WARP * line.warps, 1
     block = threads * line.values
     if not line.looped:
@@ -443,13 +426,15 @@ def loss_blocks(spec: Spec, schedule: Schedule) -> int:
 
 
 def _table(spec: Spec) -> tuple[Line, ...]:
-    if sums_columns(spec):
-        return SOFTMAX_BIAS_BACKWARD
-    if spec.direction == "fwd" and (spec.has("mask") or spec.has("logits_bias") or spec.is_causal):
-        return LOGITS_FORWARD
-    if (spec.op, spec.direction) in _TABLES or not spec.is_norm:
-        return _TABLES[spec.op, spec.direction]
-    return NORM_FORWARD if spec.direction == "fwd" else NORM_BACKWARD
+    is_forward = spec.direction == "fwd"
+    if spec.op == "norm_rope":
+        return NORM_ROPE_FORWARD if is_forward else NORM_ROPE_BACKWARD
+    if spec.is_norm:
+        return NORM_FORWARD if is_forward else NORM_BACKWARD
+    if not is_forward:
+        return SOFTMAX_BIAS_BACKWARD if sums_columns(spec) else SOFTMAX_BACKWARD
+    has_more = spec.has("mask") or spec.has("logits_bias") or spec.is_causal
+    return LOGITS_FORWARD if has_more else SOFTMAX_FORWARD
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
