@@ -105,9 +105,9 @@ def test_derivatives(added, x64, quick_to_compile, monkeypatch, derivative):
 
 @pytest.mark.remat
 def test_rematerialisation(added, quick_to_compile, monkeypatch):
-    entry = (lambda x, s, w: ENTRY.ours(x, s)), test_remat.saved(1, 0, 1)
-    monkeypatch.setitem(test_remat.FUNCTIONS, NAME, entry)
-    test_remat.test_what_is_saved(NAME, "save_policy", entry[1]["save_policy"])
+    saved = test_remat.saved(1, 0, 1)
+    monkeypatch.setitem(test_remat.SAVED, NAME, saved)
+    test_remat.test_what_is_saved(NAME, "save_policy", saved["save_policy"])
     test_remat.test_what_runs_again(NAME)
 
 
