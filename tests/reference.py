@@ -5,6 +5,8 @@ random walk), where u is the unit roundoff of the arithmetic. The factor ``SAFET
 largest deviation among all elements that a test checks.
 """
 
+import functools
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -67,6 +69,9 @@ def softmax(x: np.ndarray, axis, where=None, *, log: bool = False) -> np.ndarray
         total = exponentials.sum(axis, keepdims=True)
         y = shifted - np.log(total) if log else exponentials / total
         return np.where(mask, y, -np.inf if log else 0)
+
+
+log_softmax = functools.partial(softmax, log=True)
 
 
 def softmax_gradient(y: np.ndarray, d: np.ndarray, axes=-1, *, log: bool = False) -> np.ndarray:
