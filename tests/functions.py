@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from norms import composed
 
 import jaxnorm
 
@@ -81,58 +82,6 @@ def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # 
 
 
 # ----------------------------------------------------------------------------------- plain formulas
-
-
-def composed(
-    name, axis, x, scale=None, bias=0.0, residual=None, gate=1.0, next_scale=None, cos=None,
-    sin=None, *, raises=False, epsilon=1e-6, scale_offset=0.0, activation=None,
-    norm_before_gate=True, interleaved=False,
-):  # fmt: skip
-    """Compute the norm `name` in plain JAX, and return a list of its results.
-
-    `axis` is a sorted tuple. If `raises`, scales near 0 are replaced as in the forward pass of a
-    norm that saves its output. The gradient of a replaced scale is that of its replacement.
-    """
-    axes = tuple(range(-len(axis), 0))
-    x, residual, gate = (
-        jnp.moveaxis(a, axis, axes) if np.shape(a) == x.shape else a for a in (x, residual, gate)
-    )
-
-    def gain(scale):
-        g = 1.0 if scale is None else scale + scale_offset
-        floor = 2.0**-60
-        raised = jnp.where(g < 0, -floor, floor)
-        return g + jax.lax.stop_gradient(jnp.where(raises & (jnp.abs(g) < floor), raised - g, 0.0))
-
-    def norm(x, scale):
-        if "layer" in name:
-            x = x - x.mean(axes, keepdims=True)
-        return x * jax.lax.rsqrt((x**2).mean(axes, keepdims=True) + epsilon) * gain(scale) + bias
-
-    def activated(a):
-        return a if activation is None else getattr(jax.nn, activation)(a)
-
-    if name == "rms_norm_add":
-        results = [residual + norm(x, scale)]
-    elif name == "rms_norm_add_rms_norm":
-        h = residual + norm(x, scale)
-        results = [norm(h, next_scale), h]
-    elif residual is not None:
-        h = residual + gate * x
-        results = [norm(h, scale), h]
-    elif name == "rms_norm_gated":
-        a = activated(gate)
-        results = [norm(x, scale) * a if norm_before_gate else norm(x * a, scale)]
-    elif cos is not None:
-        n, pairs = norm(x, scale), cos.shape[-1]
-        columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
-        first, second = columns.T if interleaved else columns
-        a, b = n[..., first], n[..., second]
-        n = n.at[..., first].set(a * cos - b * sin)
-        results = [n.at[..., second].set(b * cos + a * sin)]
-    else:
-        results = [activated(norm(x, scale))]
-    return [jnp.moveaxis(y, axes, axis) for y in results]
 
 
 def norm_of(name, names, kinds=None, used=(0, 1), axis=-1, save=None, **options):
@@ -236,14 +185,32 @@ _cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
 _linear_loss = jaxnorm.linear_softmax_cross_entropy
 
 
-def _of_logits(function, **options):
-    return lambda logits, labels, where, **o: function(logits, labels, where=where, **options, **o)
+def calling(name, names, **options):
+    """Return a function of operands that passes them to a public function by the names `names`."""
+
+    def call(*operands, **more):
+        named = dict(zip(names.split(), operands, strict=True))
+        return getattr(jaxnorm, name)(**named, **options, **more)
+
+    return call
 
 
-def _linear(function, **options):
-    return lambda x, w, b, labels, counts, **o: function(
-        x, w, labels, bias=b, where=counts, chunk=3, **options, **o
-    )
+def of_linear(name, of_logits, labels="labels", mean=False, **options):
+    """Return the `Function` of a loss of the logits ``x @ weight + bias``.
+
+    ``of_logits(logits, labels, counts)`` is the loss of each row in plain JAX. `labels` is the kind
+    of the labels.
+    """
+    if isinstance(name, str):
+        ours = calling(name, "x weight bias labels where", chunk=3, **options)
+    else:
+        ours = name
+
+    def plain(x, w, b, labels, counts):
+        each = of_logits(x @ w + b, labels, counts)
+        return each.sum() / counts.sum() if mean else each
+
+    return Function(ours, plain, f"x weight feature_bias {labels} counts")
 
 
 def focal_loss(logits, label, losses=_cross_entropy):
@@ -292,16 +259,18 @@ def _any_linear(fun, x, w, b, labels, counts, **options):
 ROPE = norm_of("rms_norm_rope", "x scale cos sin")
 rms_norm = norm_of("rms_norm", "x scale").plain
 
+CROSS_ENTROPY, OF_LOGITS = "softmax_cross_entropy_with_integer_labels", "logits labels where"
+
 # The first word of each key is the name of the public function.
 FUNCTIONS = {
     "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
     "softmax with a mask": Function(
-        lambda x, mask, **o: jaxnorm.softmax(x, where=mask, **o),
+        calling("softmax", "x where"),
         lambda x, mask: jax.nn.softmax(x, where=mask),
         "x mask",
     ),
     "softmax with a bias": Function(
-        lambda x, bias, **o: jaxnorm.softmax(x, bias=bias, scale=0.5, causal=True, **o),
+        calling("softmax", "x bias", scale=0.5, causal=True),
         causal_softmax,
         "x logits_bias",
     ),
@@ -359,9 +328,7 @@ FUNCTIONS = {
         jaxnorm.rms_norm_linear, lambda x, w, s: rms_norm(x, s) @ w, "x weight scale"
     ),
     "rms_norm_linear silu": Function(
-        lambda x, w, s, b, residual, **o: jaxnorm.rms_norm_linear(
-            x, w, s, bias=b, residual=residual, activation="silu", **o
-        ),
+        calling("rms_norm_linear", "x weight scale bias residual", activation="silu"),
         lambda x, w, s, b, residual: (
             jax.nn.silu(rms_norm(x + residual, s) @ w + b),
             x + residual,
@@ -369,35 +336,35 @@ FUNCTIONS = {
         "x weight scale feature_bias residual",
     ),
     "gated_linear": Function(
-        lambda gate, up, w, b, **o: jaxnorm.gated_linear(gate, up, w, bias=b, **o),
+        calling("gated_linear", "gate up weight bias"),
         lambda gate, up, w, b: (jax.nn.silu(gate) * up) @ w + b,
         "gate x weight feature_bias",
     ),
     "activation_linear": Function(
-        lambda x, w, b, **o: jaxnorm.activation_linear(x, w, bias=b, **o),
+        calling("activation_linear", "x weight bias"),
         lambda x, w, b: jax.nn.gelu(x) @ w + b,
         "x weight feature_bias",
     ),
     "softmax_cross_entropy_with_integer_labels": Function(
-        _of_logits(_cross_entropy, z_loss=0.1),
+        calling(CROSS_ENTROPY, OF_LOGITS, z_loss=0.1),
         functools.partial(losses, z_loss=0.1),
         "logits labels counts",
     ),
     "softmax_cross_entropy_with_integer_labels of classes": Function(
-        _of_logits(_cross_entropy), losses_of_classes, "logits labels classes"
+        calling(CROSS_ENTROPY, OF_LOGITS), losses_of_classes, "logits labels classes"
     ),
     "softmax_cross_entropy_with_integer_labels capped": Function(
-        _of_logits(_cross_entropy, label_smoothing=0.1, logit_softcap=3.0),
+        calling(CROSS_ENTROPY, OF_LOGITS, label_smoothing=0.1, logit_softcap=3.0),
         functools.partial(losses, smoothing=0.1, cap=3.0),
         "logits labels counts",
     ),
     "log_prob_and_entropy": Function(
-        _of_logits(jaxnorm.log_prob_and_entropy),
+        calling("log_prob_and_entropy", OF_LOGITS),
         log_prob_and_entropy,
         "logits labels counts",
     ),
     "log_prob_and_entropy of several": Function(
-        _of_logits(jaxnorm.log_prob_and_entropy), of_candidates, "logits candidates counts"
+        calling("log_prob_and_entropy", OF_LOGITS), of_candidates, "logits candidates counts"
     ),
     "softmax_cross_entropy_with_integer_labels of scales": Function(
         lambda logits, labels, counts, **o: _cross_entropy(
@@ -430,40 +397,33 @@ FUNCTIONS = {
         ),
         "logits classes",
     ),
-    "linear_softmax_cross_entropy": Function(
-        _linear(_linear_loss),
-        lambda x, w, b, labels, counts: losses(x @ w + b, labels, counts).sum() / counts.sum(),
-        "x weight feature_bias labels counts",
+    "linear_softmax_cross_entropy": of_linear("linear_softmax_cross_entropy", losses, mean=True),
+    "linear_softmax_cross_entropy of rows": of_linear(
+        "linear_softmax_cross_entropy",
+        functools.partial(losses, smoothing=0.1, z_loss=0.1),
+        reduction="none",
+        label_smoothing=0.1,
+        z_loss=0.1,
     ),
-    "linear_softmax_cross_entropy of rows": Function(
-        _linear(_linear_loss, reduction="none", label_smoothing=0.1, z_loss=0.1),
-        lambda x, w, b, labels, counts: losses(x @ w + b, labels, counts, 0.1, 0.1),
-        "x weight feature_bias labels counts",
+    "linear_log_prob_and_entropy": of_linear(
+        "linear_log_prob_and_entropy",
+        functools.partial(log_prob_and_entropy, cap=3.0),
+        logit_softcap=3.0,
     ),
-    "linear_log_prob_and_entropy": Function(
-        _linear(jaxnorm.linear_log_prob_and_entropy, logit_softcap=3.0),
-        lambda x, w, b, labels, counts: log_prob_and_entropy(x @ w + b, labels, counts, 3.0),
-        "x weight feature_bias labels counts",
+    "linear_log_prob_and_entropy of several": of_linear(
+        "linear_log_prob_and_entropy", of_candidates, "candidates"
     ),
-    "linear_log_prob_and_entropy of several": Function(
-        _linear(jaxnorm.linear_log_prob_and_entropy),
-        lambda x, w, b, candidates, counts: of_candidates(x @ w + b, candidates, counts),
-        "x weight feature_bias candidates counts",
-    ),
-    "linear_loss": Function(
+    "linear_loss": of_linear(
         functools.partial(_any_linear, focal_loss),
-        lambda x, w, b, labels, counts: (
-            of_positions(plain_focal_loss, x @ w + b, labels, counts).sum() / counts.sum()
-        ),
-        "x weight feature_bias labels counts",
+        functools.partial(of_positions, plain_focal_loss),
+        mean=True,
     ),
     "linear_loss in plain JAX": Function(
         tempered, plain_tempered, "x weight scale logits labels counts"
     ),
-    "linear_loss of rows": Function(
+    "linear_loss of rows": of_linear(
         functools.partial(_any_linear, focal_loss, reduction="none"),
-        lambda x, w, b, labels, counts: of_positions(plain_focal_loss, x @ w + b, labels, counts),
-        "x weight feature_bias labels counts",
+        functools.partial(of_positions, plain_focal_loss),
     ),
     "linear_kl_divergence": Function(
         lambda x, w, b, labels, counts, **o: jaxnorm.linear_kl_divergence(

@@ -11,7 +11,6 @@ import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
-from functions import composed
 from program_error import analyse, assert_analysed, assert_computes, values_of
 from specs import build_spec, changed
 
@@ -32,6 +31,58 @@ def tables(shape, dtype="float32", *, factor=1.0, seed=0):
 
 
 # -------------------------------------------------------------------------------- public functions
+
+
+def composed(
+    name, axis, x, scale=None, bias=0.0, residual=None, gate=1.0, next_scale=None, cos=None,
+    sin=None, *, raises=False, epsilon=1e-6, scale_offset=0.0, activation=None,
+    norm_before_gate=True, interleaved=False,
+):  # fmt: skip
+    """Compute the norm `name` in plain JAX, and return a list of its results.
+
+    `axis` is a sorted tuple. If `raises`, scales near 0 are replaced as in the forward pass of a
+    norm that saves its output. The gradient of a replaced scale is that of its replacement.
+    """
+    axes = tuple(range(-len(axis), 0))
+    x, residual, gate = (
+        jnp.moveaxis(a, axis, axes) if np.shape(a) == x.shape else a for a in (x, residual, gate)
+    )
+
+    def gain(scale):
+        g = 1.0 if scale is None else scale + scale_offset
+        floor = 2.0**-60
+        raised = jnp.where(g < 0, -floor, floor)
+        return g + jax.lax.stop_gradient(jnp.where(raises & (jnp.abs(g) < floor), raised - g, 0.0))
+
+    def norm(x, scale):
+        if "layer" in name:
+            x = x - x.mean(axes, keepdims=True)
+        return x * jax.lax.rsqrt((x**2).mean(axes, keepdims=True) + epsilon) * gain(scale) + bias
+
+    def activated(a):
+        return a if activation is None else getattr(jax.nn, activation)(a)
+
+    if name == "rms_norm_add":
+        results = [residual + norm(x, scale)]
+    elif name == "rms_norm_add_rms_norm":
+        h = residual + norm(x, scale)
+        results = [norm(h, next_scale), h]
+    elif residual is not None:
+        h = residual + gate * x
+        results = [norm(h, scale), h]
+    elif name == "rms_norm_gated":
+        a = activated(gate)
+        results = [norm(x, scale) * a if norm_before_gate else norm(x * a, scale)]
+    elif cos is not None:
+        n, pairs = norm(x, scale), cos.shape[-1]
+        columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
+        first, second = columns.T if interleaved else columns
+        a, b = n[..., first], n[..., second]
+        n = n.at[..., first].set(a * cos - b * sin)
+        results = [n.at[..., second].set(b * cos + a * sin)]
+    else:
+        results = [activated(norm(x, scale))]
+    return [jnp.moveaxis(y, axes, axis) for y in results]
 
 
 def derived(function):
@@ -71,7 +122,7 @@ def expected_of(name, operands, cotangents, axis=-1, save=None, **options):
 def check(name, x, *, axis=-1, save=None, y_dtype=None, implementation=None, **given):
     """Check the results and all gradients of a public function, and return both.
 
-    The expected values are those of `functions.composed`, and the bounds those of XLA's code.
+    The expected values are those of `composed`, and the bounds those of XLA's code.
 
     Args:
       given: the operands except x, and further options. An absent operand is None.

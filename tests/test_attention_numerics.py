@@ -1,4 +1,7 @@
-"""Accuracy of the attention functions: float64 bounds, comparison with Flax, masks and NaNs."""
+"""Accuracy of the attention functions: float64 bounds, comparison with Flax, masks and NaNs.
+
+`test_every_derivative` tests derivatives of higher orders, batches and rematerialisation.
+"""
 
 import math
 
@@ -142,65 +145,6 @@ def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
     made = [o.aval for e in jaxpr.eqns for o in e.outvars if o.aval.shape == square]
     backward = [a.dtype.name for a in made[-2:]]  # cotangents of the weights and of the logits
     assert backward == [dtype, dtype]
-
-
-# ------------------------------------------------------------------------------------- derivatives
-
-
-@pytest.mark.parametrize("kind", ["none", "causal", "mask and bias", "grouped"])
-def test_derivatives_in_both_modes_to_second_order(kind):
-    """Values, tangents and second derivatives agree with plain JAX's in float64.
-
-    The tangents are those along all operands, and those along one operand.
-    """
-    with jax.enable_x64(True):
-        q, k, v, _ = (
-            a[:1, :7, :, :4] for a in operands("float64", 1, 1 if kind == "grouped" else 2)
-        )
-        mask = jnp.asarray(np.random.default_rng(4).random((1, HEADS, 7, 7)) < 0.6)
-        mask = mask.at[0, 0, 2].set(False) if kind == "mask and bias" else None
-        kept = jnp.tri(7, dtype=bool) if kind == "causal" else mask
-        bias = normal((HEADS, 1, 7), "float64", 5) if kind == "mask and bias" else jnp.zeros(())
-
-        def ours(q, k, v, bias):
-            bias = bias[None] if bias.ndim else None
-            return attend(q, k, v, bias, mask, is_causal=kind == "causal")
-
-        def plain(q, k, v, bias):
-            k, v = (jnp.broadcast_to(a, q.shape) for a in (k, v))
-            z = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2 + bias
-            z = z if kept is None else jnp.where(kept, z, -1e30)
-            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(z), v)
-
-        given = (q, k, v, bias)
-        along = tuple(jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for a in given)
-
-        def all_orders(f):
-            def gradient(*a):
-                return jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2, 3))(*a)
-
-            def along_one(i):
-                return jax.jvp(
-                    lambda a: f(*given[:i], a, *given[i + 1 :]), given[i : i + 1], along[i : i + 1]
-                )
-
-            ones = [along_one(i) for i in range(len(given))]
-            return jax.jvp(f, given, along), ones, jax.jvp(gradient, given, along)
-
-        # An error is at most the sum of some 100 roundings, each amplified by less than 100.
-        bound = reference.of_roundings(100 * 100, "float64", 1.0)
-        for a, b in zip(*map(jax.tree.leaves, map(all_orders, (ours, plain)))):
-            np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
-
-
-def test_under_vmap_and_remat():
-    given = operands("float32", 1)
-
-    def run(*given):
-        return results(attend, *given)
-
-    assert_computes(jax.vmap(run)(*given), run, *given)
-    assert_computes(results(jax.checkpoint(attend), *given), run, *given)
 
 
 # ------------------------------------------------------------------------------------------- masks

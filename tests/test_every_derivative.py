@@ -29,7 +29,7 @@ from pairs import KERNELS, pairwise
 from program_error import analyse, assert_analysed, values_of
 from programs import primitives
 
-import jaxnorm
+import jaxnorm.nnx
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("x64", "quick_to_compile")]
 
@@ -55,8 +55,30 @@ def weighted(x, w, b, labels):
     return jaxnorm.linear_softmax_cross_entropy(x, w, labels, **given, **options)
 
 
-# Calls with other axes, masks and options than those of the table.
+MASKS = {"causal": np.tri(2, 2, dtype=bool), "masked": np.array([[True, False], [False, False]])}
+
+
+def attention(kind, bias=0.0):
+    """Return the `Function` of attention over positions that are the first axis of its operands."""
+
+    def ours(q, k, v):
+        mask = None if kind == "causal" else jnp.asarray(MASKS[kind])[None]
+        given = {"is_causal": kind == "causal", "mask": mask, "bias": jnp.asarray(bias, q.dtype)}
+        return jaxnorm.nnx.dot_product_attention(q, k, v, **given)
+
+    def plain(q, k, v):
+        z = jnp.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1]) + bias
+        # If all keys of a query are masked, it attends to all of them.
+        z = jnp.where(MASKS[kind], z, -1e30)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(z), v)
+
+    return Function(ours, plain, "x residual gate")
+
+
+# Calls with other axes, masks and options than those of the table, and attention.
 MORE = {
+    "attention causal": attention("causal"),
+    "attention masked": attention("masked", np.arange(4.0).reshape(2, 1, 2)),
     "softmax of all axes": Function(
         functools.partial(jaxnorm.softmax, axis=None),
         functools.partial(jax.nn.softmax, axis=None),

@@ -177,6 +177,16 @@ def test_experts():
     assert_computes_with_gradients(ours, plain, gate, up, weight)
 
 
+class Parameter:
+    """A leaf of a tree that JAX converts to an array, like the parameters of some frameworks."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
 def test_a_product_of_a_tree():
     """The matmul that a user passes as `product` may take a tree of weights.
 
@@ -198,7 +208,7 @@ def test_a_product_of_a_tree():
             h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), 2 * h, 0)
             return (h @ weight["bits"].astype(h.dtype)).astype(F32) * weight["scale"]
 
-        tree = {"bits": weight["bits"], "scale": scale}
+        tree = {"bits": weight["bits"], "scale": Parameter(scale)}
         return jaxnorm.activation_linear(x, tree, bias=bias, product=product, dtype=BF16)
 
     def plain(x, scale, bias, key):

@@ -29,8 +29,7 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
 # With `type` statements, signatures and help() show the short names of these aliases. With plain
 # assignments, they would show the long types behind the names.
-type Elementwise = Activation
-type ElementwiseFunction = Elementwise | Callable[[jax.Array], jax.Array]
+type ElementwiseFunction = Activation | Callable[[jax.Array], jax.Array]
 type Product = Callable[[jax.Array, Any], jax.Array]
 type Sharding = NamedSharding | PartitionSpec
 
@@ -41,7 +40,7 @@ _OPERANDS: dict[Function, tuple[str, ...]] = {
     "gated_linear": ("gate", "up"),
     "activation_linear": ("x",),
 }
-assert {*products.ACTIVATIONS} == {*get_args(Elementwise.__value__)}
+assert {*products.ACTIVATIONS} == {*get_args(Activation)}
 
 
 @eager.compiled("gate", "up", "weight", "bias", functions=("activation", "product"))
@@ -189,9 +188,17 @@ def _linear_of(
     rows = [checks.float_array(function, name, a) for name, a in zip(names, (x, up))]
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
+    shape = rows[0].shape
+    checks.features(function, names[0], shape, "f")
+    for name, a in zip(names[1:], rows[1:]):
+        checks.same_shape(function, name, a.shape, shape, f"the shape of {names[0]}")
     weights, tree = _weights(function, weight, product)
-    _check_shapes(function, rows, weights, bias, product)
-    _check_options(function, product, out_sharding)
+    if product is None:
+        also = ", or give product= another product"
+        checks.weight(function, weights[0].shape, shape, of=names[0], also=also)
+        if bias is not None:
+            _check_bias(function, bias, weights[0].shape[1:])
+    _check_sharding(function, product, out_sharding)
     f = _elementwise(function, activation)
 
     h_dtype = functools.reduce(checks.product_dtype, [a.dtype for a in rows])
@@ -347,9 +354,10 @@ def _weights(
     return [checks.any_array(function, "weight", leaf) for leaf in leaves], tree
 
 
-def _check_options(
+def _check_sharding(
     function: Function, product: Product | None, out_sharding: Sharding | None
 ) -> None:
+    """Check the type of ``out_sharding``, which must be None if there is a ``product``."""
     if out_sharding is None:
         return
     if not isinstance(out_sharding, (NamedSharding, PartitionSpec)):
@@ -364,27 +372,8 @@ def _check_options(
         )
 
 
-def _check_shapes(
-    function: Function,
-    rows: list[jax.Array],
-    weights: list[jax.Array],
-    bias: jax.Array | None,
-    product: Product | None,
-) -> None:
-    first, *others = _OPERANDS[function]
-    shape = rows[0].shape
-    checks.features(function, first, shape, "f")
-    for name, a in zip(others, rows[1:]):
-        checks.same_shape(function, name, a.shape, shape, f"the shape of {first}")
-    if product is not None:
-        return
-    also = ", or give product= another product"
-    checks.weight(function, weights[0].shape, shape, of=first, also=also)
-    if bias is not None:
-        _check_bias(function, bias, weights[0].shape[1:])
-
-
 def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) -> None:
+    """Raise ValueError unless bias has one number for each column of the matmul's result."""
     why = "a number for each column of the product"
     checks.same_shape(function, "bias", bias.shape, features, why)
 

@@ -64,7 +64,6 @@ def norm_call(
     entry = FUNCTIONS[function]
     default = given["residual"].dtype if OPERATIONS[entry.op].y_is_sum else x.dtype
     op = entry.gated if "branch_scale" in given else entry.op
-    of_operands: dict[str, Any] = {f"{name}_dtype": a.dtype for name, a in given.items()}
     of_x_and_y = x.dtype, checks.output_dtype(function, dtype, default)
     # save="output" recovers the normalised x from y. This is impossible in two cases. First, y may
     # be the result of an activation. Second, a row may be too short: the elements of a normalised
@@ -72,18 +71,18 @@ def norm_call(
     # in a LayerNorm), y depends on x's magnitude only through epsilon, and dx is a small difference
     # of large numbers.
     is_degenerate = isinstance(view.cols, int) and view.cols <= 1 + entry.subtract_mean
-    epsilon = checks.number(function, "epsilon", options.epsilon, minimum=0.0)
-    scale_offset = checks.number(function, "scale_offset", options.scale_offset)
+    numbers = {
+        "epsilon": checks.number(function, "epsilon", options.epsilon, minimum=0.0),
+        "scale_offset": checks.number(function, "scale_offset", options.scale_offset),
+    }
+    fields: dict[str, Any] = {f"{name}_dtype": a.dtype for name, a in given.items()} | numbers
     options = dataclasses.replace(
         options,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
         subtract_mean=entry.subtract_mean,
         saved="input" if is_degenerate or options.activation is not None else options.saved,
-        **of_operands,
+        **fields,
     )
     call = Call.forward(function, op, view, of_x_and_y, options, implementation)
-    numbers = {"epsilon": epsilon, "scale_offset": scale_offset}
     checks.finite_in(function, call.spec.compute_dtype, numbers)
     return call
 

@@ -103,7 +103,8 @@ def rms_norm_rope(
     checks.features(_FUNCTION, "x", x.shape, "d")
     if scale is not None:
         scale = checks.float_array(_FUNCTION, "scale", scale)
-        _check_scale(scale.shape, x.shape)
+        why = f"the last axis of x with shape {x.shape}, which all heads share"
+        checks.same_shape(_FUNCTION, "scale", scale.shape, x.shape[-1:], why)
     tables = [checks.float_array(_FUNCTION, n, a) for n, a in (("cos", cos), ("sin", sin))]
     _check_tables(tables[0].shape, tables[1].shape, x.shape)
     # Give both tables the same number of axes as x, and cast them to a common dtype.
@@ -126,11 +127,6 @@ def rms_norm_rope(
     return y
 
 
-def _check_scale(scale: tuple[int, ...], x: tuple[int, ...]) -> None:
-    why = f"the last axis of x with shape {x}, which all heads share"
-    checks.same_shape(_FUNCTION, "scale", scale, x[-1:], why)
-
-
 def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]) -> None:
     """Raise ValueError unless the shapes of the tables fit the shape of x."""
     rows = x[:-1]
@@ -139,7 +135,7 @@ def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]
     )
     if cos == sin and broadcasts and 2 * cos[-1] <= x[-1]:
         return
-    if cos == sin and broadcasts and cos[-1] <= x[-1]:
+    if cos == sin and broadcasts:
         raise ValueError(
             f"{_FUNCTION}: cos and sin have shape {cos}; expected one column for each pair of "
             f"columns of x {x}, {x[-1] // 2} at most; if the tables hold each angle twice, as "

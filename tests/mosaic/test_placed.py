@@ -78,11 +78,12 @@ def test_values(case, name, monkeypatch):
     x_dtype, bias_dtype, y_dtype = mixes[
         (2 * VALUES.index(case) + (name == "softmax")) % len(mixes)
     ]
-    monkeypatch.setitem(FUNCTIONS, name, (interpreted(name), *FUNCTIONS[name][1:]))
+    monkeypatch.setitem(FUNCTIONS, name, interpreted(name))
     x, d = data(case.shape, x_dtype), data(case.shape, y_dtype, seed=1, scale=1.0)
     bias = data(case.bias or (), bias_dtype, seed=2)
     where = None if case.mask is None else test_logits.mask_of(case.mask)
-    test_logits.check(name, x, bias, d, where=where, causal=case.causal)
+    given = {"where": where, "bias": bias, "causal": case.causal, "scale": test_logits.SCALE}
+    test_logits.check(name, x, d, **given)
 
 
 EDGES = [

@@ -152,7 +152,7 @@ def test_masks_and_biases(case, name, scheduled):
     x, d = data(case.shape, x_dtype), data(case.shape, y_dtype, seed=1, scale=1.0)
     bias, where = data(case.bias, bias_dtype, seed=2), test_logits.mask_of(case.mask)
     options = {"where": where, "causal": case.causal, "implementation": scheduled}
-    test_logits.check(name, x, bias, d, **options)
+    test_logits.check(name, x, d, bias=bias, scale=test_logits.SCALE, **options)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -170,7 +170,7 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):
 
     def run(implementation, dropped, of_dropped):
         function = functools.partial(
-            FUNCTIONS[name][0], where=kept, causal=causal, implementation=implementation
+            FUNCTIONS[name], where=kept, causal=causal, implementation=implementation
         )
         x_, d_ = jnp.where(reached, x, dropped), jnp.where(reached, d, of_dropped)
         y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x_, bias)
@@ -186,5 +186,5 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_multiples_that_overflow(name, dtype, scheduled):
-    function = functools.partial(FUNCTIONS[name][0], scale=2.0, implementation=scheduled)
+    function = functools.partial(FUNCTIONS[name], scale=2.0, implementation=scheduled)
     test_logits.check_overflowing_rows(name, function, dtype, cols=100)

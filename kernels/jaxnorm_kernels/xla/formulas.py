@@ -61,9 +61,8 @@ def _results_like(saved: jax.Array, spec: Spec) -> Results:
     """
     of_row, is_array = jnp.sum(saved, spec.axes), spec.operation.results["y"] == "array"
     stat = of_row.astype(spec.compute_dtype)
-    results = Results(stats=(stat,) * len(spec.statistics) if spec.has_stats else ())
-    if "y" in spec.outputs:
-        results = results._replace(y=(saved if is_array else of_row).astype(spec.y_dtype))
+    y = (saved if is_array else of_row).astype(spec.y_dtype)
+    results = Results(y, stats=(stat,) * len(spec.statistics) if spec.has_stats else ())
     if "h" in spec.outputs:
         results = results._replace(h=saved.astype(spec.last.x_dtype))
     return results

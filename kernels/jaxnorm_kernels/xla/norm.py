@@ -238,7 +238,9 @@ def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Compute the backward pass of `norm_add_norm_fwd`."""
-    first, last = _of_two_norms(residuals)
+    rstd, next_rstd = residuals.stats
+    first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
+    last = Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
     dstats = cotangents.stats
     of_last = backward(last, cotangents._replace(stats=dstats[1:]), _unrounded(spec.last))
     of_first = backward(first, Results(of_last.x, stats=dstats[:1]), spec.first)
@@ -301,13 +303,6 @@ def _unrounded(norm: Spec) -> Spec:
     return dataclasses.replace(norm, x_dtype=norm.compute_dtype)
 
 
-def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
-    """Return the `Residuals` of the norm of x, and the `Residuals` of the norm of h."""
-    rstd, next_rstd = residuals.stats
-    first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
-    return first, Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
-
-
 def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
     """Return the product branch_scale * x in the arithmetic dtype."""
     scale = of.branch_scale.astype(spec.compute_dtype)
@@ -355,7 +350,7 @@ def normalised(
 ) -> tuple[jax.Array, Stats]:
     """Return y in the arithmetic dtype, and the statistics that the spec requests.
 
-    The statistics are a tuple of arrays.
+    The statistics are a tuple of arrays, without the normalised axes.
     """
     x = x.astype(spec.compute_dtype)
     mean = row_mean(x, spec) if spec.norm.subtract_mean else None
@@ -366,7 +361,10 @@ def normalised(
         y = y * along_rows(gain(scale, spec), y, spec)
     if bias is not None:
         y = y + along_rows(effective_bias(bias, spec), y, spec)
-    return y, _statistics(rstd, mean, spec)
+    if not spec.has_stats:
+        return y, ()
+    stats = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
+    return y, tuple(jnp.squeeze(stat, spec.axes) for stat in stats)
 
 
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
@@ -411,11 +409,3 @@ def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
     bias, (g, xh, _, _) = residuals.bias, _recovered(residuals, spec)
     n = xh if g is None else xh * g
     return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)
-
-
-def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
-    """Return the statistics that the spec requests. The normalised axes are removed."""
-    if not spec.has_stats:
-        return ()
-    saved = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
-    return tuple(jnp.squeeze(stat, spec.axes) for stat in saved)
