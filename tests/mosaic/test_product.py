@@ -166,7 +166,7 @@ def special_rows(x):
             for dtype in (BF16, F16)
         ),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_rows_keep_to_themselves(sizes, dtype, scale, context):
     """Rows with NaN or infinities have the same result as rms_norm followed by a matmul.
