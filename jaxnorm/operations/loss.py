@@ -350,12 +350,15 @@ def masks(
         return checks.broadcastable(function, "where", mask, shape, "logits'"), None
     if not checks.fits(array.shape, of_labels):
         logits = [shape] if array.dtype == bool and takes_classes else []
-        classes = f", or to logits' {shape}, with {len(shape)} axes: which classes there are"
+        classes = (
+            f"; or a mask that broadcasts to logits' shape {shape}, with {len(shape)} axes: which "
+            "classes there are"
+        )
         if not takes_classes:
             classes = _instead_of_classes(array.shape, shape)
         raise ValueError(
-            f"{function}: where has shape {array.shape}; expected one that broadcasts to {of} "
-            f"shape {of_labels}, with {len(of_labels)} axes: a mask or weights of positions"
+            f"{function}: where has shape {array.shape}; expected a mask or weights of positions "
+            f"that broadcast to {of} shape {of_labels}, with {len(of_labels)} axes"
             f"{classes}{checks.reshaping('where', array.shape, of_labels, *logits)}"
         )
     return None, jnp.broadcast_to(array, of_labels)
