@@ -64,12 +64,12 @@ def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, i
 
 
 def group(linear: Sequence[Any], of: dict[Var, int], tangents: Collection[Var]) -> list[list[Any]]:
-    """Return the equations of a derivative that depend on tangents, in a list for each segment.
+    """Divide the linear equations of a derivative among segments: return a list for each segment.
 
-    `linear` has these equations, and `tangents` the tangents of arguments. `of` maps values that do
-    not depend on tangents to their segments. An equation belongs to the last segment of its
-    operands. An equation that depends only on tangents of arguments, such as the
-    cast of a weight's tangent, belongs to the first segment that uses it. So the backward pass
+    `linear` has the equations that depend on tangents, and `tangents` the tangents of arguments.
+    `of` maps values that do not depend on tangents to their segments. An equation belongs to the
+    last segment of its operands. An equation that depends only on tangents of arguments, such as
+    the cast of a weight's tangent, belongs to the first segment that uses it. So the backward pass
     casts a weight's gradient in this segment, and does not hold it in memory until the end.
     """
     place = dict.fromkeys(tangents, 0)

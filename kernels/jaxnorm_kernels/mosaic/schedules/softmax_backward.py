@@ -68,7 +68,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> TileSchedule | None:
 def _tile(spec: Spec) -> TileSchedule | None:
     """Return a schedule in which threads of one warp share a row, or None if this is impossible.
 
-    It is impossible if rows are too long, or if the array has fewer rows than a tile.
+    This is impossible if rows are too long for a warp, or if the array has fewer rows than a tile.
     """
     vector = row_vector(spec)
     vectors = spec.cols // vector
