@@ -24,11 +24,12 @@ _LEAST = 3
 
 
 def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, int], list[Var]]:
-    """Return a dict with the index of each value's segment, and a list of the crossing values.
+    """Divide a program into segments, so that one value crosses from each segment to the next.
 
-    A value that crosses from a segment to the next counts only if it depends on a costly operation.
-    Other values, such as masks and rotary tables, are cheap to compute in each segment. The number
-    of segments minimises a sum of bytes: all crossing values, and the residuals of one segment.
+    Return a dict with the index of each value's segment, and a list of the crossing values. Values
+    that depend on no costly operation, such as masks and rotary tables, are not in this list. They
+    may cross as well, because they are cheap to recompute in each segment. The number of segments
+    minimises a sum of bytes: all crossing values, and the residuals of one segment.
 
     Args:
       known: the equations of the forward pass.
