@@ -1,4 +1,4 @@
-"""The choice of one price for all regions of a function, so that the function meets a budget."""
+"""The choice of one price of recomputation for all regions of a function, to meet a budget."""
 
 import dataclasses
 import functools
