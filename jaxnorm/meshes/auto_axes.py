@@ -35,8 +35,8 @@ _COMPILERS = ("triton", "jax_triton")
 def are_whole(axes: Any) -> bool:
     """Return True if the partitioner will not split the arrays of the code being lowered.
 
-    This is so on one device, and inside a `jax.shard_map` over all mesh axes. `axes` is the axis
-    context of the lowering.
+    This is the case on one device, and inside a `jax.shard_map` over all mesh axes. `axes` is the
+    axis context of the lowering.
     """
     if isinstance(axes, mlir.SPMDAxisContext):
         return all(size == 1 or name in axes.manual_axes for name, size in axes.mesh.shape.items())

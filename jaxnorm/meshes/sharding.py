@@ -406,7 +406,7 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     """Return the mesh of arrays with these types, or None if the mesh has no Explicit axes.
 
     The types of sharded and of replicated arrays include a mesh. The type of an array that is not
-    committed to a device includes no mesh. If this is so for all types, the result is the mesh that
+    committed to a device includes no mesh. If no type includes a mesh, the result is the mesh that
     `jax.set_mesh` has set.
     """
     mesh = mesh_of(avals)

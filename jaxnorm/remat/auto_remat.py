@@ -28,7 +28,7 @@ def auto_remat[**P, T](
 
     The backward pass of a function needs many of its intermediate arrays. JAX saves all of them.
     With ``auto_remat``, the function saves the smallest set of arrays from which the others can be
-    computed again. A minimum cut of the graph of its operations finds this set. Without a budget,
+    recomputed. A minimum cut of the graph of its operations finds this set. Without a budget,
     nothing costly runs twice: no matmul, convolution, attention, sort, kernel, collective or loop.
     The bodies of scans, branches and ``jax.shard_map`` inside the function also get minimum cuts.
 

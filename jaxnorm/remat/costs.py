@@ -1,4 +1,4 @@
-"""The costs of an equation: bytes of its results, and seconds to compute them again.
+"""The costs of an equation: bytes of its results, and seconds to recompute them.
 
 The seconds are predicted by a roofline: the larger of the time for arithmetic and the time for
 memory. They depend on the kind of device, but not on measurements, so all hosts of a job make the

@@ -1,9 +1,9 @@
-"""Minimum cuts: which values of a program to save, and which to compute again.
+"""Minimum cuts: which values of a program to save, and which to recompute.
 
 The derivative of a program needs some of its values, the residuals. Each value is either saved,
-which costs its bytes, or computed again, which costs seconds and needs the operands of its
-equation. For a given price of a second in bytes, the cheapest choice is a minimum cut of the graph
-below. Values on the source's side of the cut are known to the backward pass::
+which costs its bytes, or recomputed, which costs seconds and needs the operands of its equation.
+For a given price of a second in bytes, the cheapest choice is a minimum cut of the graph below.
+Values on the source's side of the cut are known to the backward pass::
 
     source -> equation      price * seconds; infinite if the equation must not run again
     operand -> equation     infinite: an equation that runs again needs its operands
@@ -202,7 +202,7 @@ def point(graphs: Weighted, price: float, cuts: Sequence[Cut]) -> Point:
 
 
 def ends(graphs: Weighted) -> tuple[Point, Point]:
-    """Return a pair: the point that computes nothing again, and the point with the fewest bytes."""
+    """Return a pair: the point that recomputes nothing, and the point with the fewest bytes."""
     nothing_again = point(graphs, math.inf, [g.choice(g.residuals) for g, _ in graphs])
     return nothing_again, point(graphs, 0.0, [g.cut(0.0) for g, _ in graphs])
 

@@ -1,4 +1,4 @@
-"""The choice of one price for all regions of a function, so that the function meets a budget."""
+"""The choice of one price of recomputation for all regions of a function, to meet a budget."""
 
 import dataclasses
 import functools
@@ -84,7 +84,8 @@ class Survey:
     def frontier(self) -> list[tuple[int, float]]:
         """Return all points, from the default to the least bytes.
 
-        A point is a pair: bytes, and the time of recomputation, divided by that of both passes.
+        A point is a pair: the saved bytes, and the time of recomputation as a share of the time of
+        the forward and the backward pass.
         """
         points = cuts.frontier(self.graphs, self.above, self.below)
         found = [(p.bytes + self.fixed, p.seconds / (self.seconds or 1.0)) for p in points]

@@ -24,11 +24,12 @@ _LEAST = 3
 
 
 def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, int], list[Var]]:
-    """Return a dict with the index of each value's segment, and a list of the crossing values.
+    """Divide a program into segments, so that one value crosses from each segment to the next.
 
-    A value that crosses from a segment to the next counts only if it depends on a costly operation.
-    Other values, such as masks and rotary tables, are cheap to compute in each segment. The number
-    of segments minimises a sum of bytes: all crossing values, and the residuals of one segment.
+    Return a dict with the index of each value's segment, and a list of the crossing values. Values
+    that depend on no costly operation, such as masks and rotary tables, are not in this list. They
+    may cross as well, because they are cheap to recompute in each segment. The number of segments
+    minimises a sum of bytes: all crossing values, and the residuals of one segment.
 
     Args:
       known: the equations of the forward pass.
@@ -64,12 +65,12 @@ def split(known: Sequence[Any], residuals: Collection[Var]) -> tuple[dict[Var, i
 
 
 def group(linear: Sequence[Any], of: dict[Var, int], tangents: Collection[Var]) -> list[list[Any]]:
-    """Return the equations of a derivative that depend on tangents, in a list for each segment.
+    """Divide the linear equations of a derivative among segments: return a list for each segment.
 
-    `linear` has these equations, and `tangents` the tangents of arguments. `of` maps values that do
-    not depend on tangents to their segments. An equation belongs to the last segment of its
-    operands. An equation that depends only on tangents of arguments, such as the
-    cast of a weight's tangent, belongs to the first segment that uses it. So the backward pass
+    `linear` has the equations that depend on tangents, and `tangents` the tangents of arguments.
+    `of` maps values that do not depend on tangents to their segments. An equation belongs to the
+    last segment of its operands. An equation that depends only on tangents of arguments, such as
+    the cast of a weight's tangent, belongs to the first segment that uses it. So the backward pass
     casts a weight's gradient in this segment, and does not hold it in memory until the end.
     """
     place = dict.fromkeys(tangents, 0)

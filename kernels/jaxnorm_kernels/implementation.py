@@ -129,7 +129,7 @@ class Results(NamedTuple):
 
 
 def _none(*_: Spec) -> None:
-    """Return None, by default, instead of a reason, a caveat or a list of platforms."""
+    """Return None: there is no reason, no caveat, or no limit on the platforms."""
 
 
 def takes_no_inner(spec: Spec) -> bool:

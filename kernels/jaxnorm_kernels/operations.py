@@ -139,8 +139,9 @@ class Operation:
       saves: two names: the name of the array that is saved with save="output", and the name of the
         array that is saved with save="input". The derivative recomputes other arrays from the saved
         array.
-      starts_from_x: True if the derivative takes x in addition to the saved array. This is so in
-        operations that normalise x, or multiply it by branch_scale, before they add the residual.
+      starts_from_x: True if the derivative takes x in addition to the saved array. This is the case
+        in operations that normalise x, or multiply it by branch_scale, before they add the
+        residual.
       also_saved: names of other operands and results that are saved for the derivative.
       constants: names of operands that are treated as constants. They have no tangent, although
         other operands of the same kind may have one.

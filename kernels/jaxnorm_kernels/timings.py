@@ -1,9 +1,9 @@
 """Times of the Triton kernels, divided by XLA's times.
 
-On Ampere, Ada and RTX 50 GPUs, these ratios decide whether a kernel is the default. None of these
-GPUs was available for timing. Instead, kernels were compiled and scheduled for an A100, and timed
-on an H100, which can run code for an A100. `tests/test_triton_defaults.py` computes these ratios
-from the committed measurements, and compares them with `TIMINGS`.
+On Ampere, Ada and Blackwell GPUs, these ratios decide whether a kernel is the default. None of
+these GPUs was available for timing. Instead, kernels were compiled and scheduled for an A100, and
+timed on an H100, which can run code for an A100. `tests/test_triton_defaults.py` computes these
+ratios from the committed measurements, and compares them with `TIMINGS`.
 """
 
 import dataclasses

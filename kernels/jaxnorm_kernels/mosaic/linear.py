@@ -441,8 +441,8 @@ class _ProductKernel:
                 bias = load(self.arrays["bias"].at[pl.ds(column + start, width)], layout)
                 bias = bias.astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            # Asynchronous stores use two buffers in turn. Wait until the buffer of this store is
-            # free. The previous store may still be in flight: it reads from the other buffer.
+            # Asynchronous stores alternate between two buffers. Wait until the buffer of this store
+            # is free. The previous store may still be in flight: it reads from the other buffer.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
             y = z if self.activation is None else ACTIVATIONS[self.activation](z)[0]

@@ -15,7 +15,7 @@ Columns of padding are treated as logits of -inf. With a logits scale or a softc
 f * g(x), as defined in the module `logits`. The formulas then hold with f * g(x) in place of x. The
 kernel computes m and all differences from g(x), and multiplies them by f when it uses them.
 
-A row is read once, in a loop. Each thread keeps the maximum of the elements that it has read so
+A row is read once, in a loop. Each thread holds the maximum of the elements that it has read so
 far, and sums relative to this maximum. When the maximum grows to m', the sums are rescaled::
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))

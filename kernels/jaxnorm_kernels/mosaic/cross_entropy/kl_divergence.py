@@ -9,7 +9,7 @@ f * g(x). The *depth* of a logit z is d = z - max(z). Subscripts name the distri
     KL = a / s_P + log(s_Q / s_P)
     log(s_Q / s_P) = log1p(b / s_P), which is used if the sums are nearly equal
 
-Both rows are read once, in one loop. Each thread keeps the two maxima of the elements that it has
+Both rows are read once, in one loop. Each thread holds the two maxima of the elements that it has
 read so far, and sums relative to these maxima. When a maximum grows from m to m', the thread
 rescales its sums by r = exp(m - m'):
 

@@ -28,10 +28,11 @@ _TINY = 2.0**-126
 
 
 def with_scale_of_row(spec: Spec, scale: jax.Array | None) -> Spec:
-    """Return the spec of a row whose logits are multiplied by `scale`, a traced scalar.
+    """Return the spec for one row: a copy of `spec` with `logits_scale` set to the row's scale.
 
-    If `scale` is None, return `spec` itself. A spec with a traced scalar can be neither hashed nor
-    compared, so it must not be passed to functions that cache their results.
+    `scale` is a traced scalar. If it is None, all rows have the same scale, and `spec` itself is
+    returned. A spec with a traced scalar can be neither hashed nor compared, so it must not be
+    passed to functions that cache their results.
     """
     return spec if scale is None else spec.replaced(logits_scale=scale)
 
@@ -87,8 +88,8 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
 def finite(exponent: jax.Array) -> jax.Array:
     """Return `exponent`, but at least `_FAR`.
 
-    The product of 0 and an exponent of -inf would be NaN. With this limit, the product is 0. The
-    product of the limit and a sum of exponentials is finite.
+    Callers multiply the exponent t by exp(t), or by a sum that may be 0. If t were -inf, such a
+    product would be NaN (0 * inf). With this limit, all products are finite.
     """
     return jnp.maximum(exponent, _FAR)
 
@@ -96,12 +97,13 @@ def finite(exponent: jax.Array) -> jax.Array:
 def probability(
     depth: jax.Array, log_sum: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, float]:
-    """Return the probability p, its logarithm to a base b, and the natural logarithm of b.
+    """Return the probability p, log_p and a factor. The natural logarithm of p is factor * log_p.
 
     `depth` is g(x) minus its maximum over the row, and `log_sum` is log(sum(exp(f * `depth`))), so
-    p = exp(f * `depth` - `log_sum`). If dx has 16 bits, b is 2: p is then computed faster, with a
-    multiplication, an addition and one instruction for 2^x. The rounding errors of p are then small
-    compared with the rounding of dx to 16 bits. If dx has 32 bits, b is e.
+    p = exp(f * `depth` - `log_sum`). If dx has 16 bits, log_p is a logarithm to base 2. p is then
+    computed faster, with a multiplication, an addition and one instruction for 2^x. The rounding
+    errors of p are small compared with the rounding of dx to 16 bits. If dx has 32 bits, log_p is
+    the natural logarithm, and the factor is 1.
     """
     if spec.dx_dtype.itemsize > 2:
         log_p = f_times(depth, spec) - log_sum

@@ -96,8 +96,8 @@ class _Params:
     Attributes:
       tile: how a block distributes its rows over threads.
       rows: number of rows of the call.
-      norms: a list with the spec of each norm. If there is a branch_scale, the last entry stands
-        for it and is None.
+      norms: a list with the spec of each norm. If the call has a branch_scale, the list has one
+        more entry for it, which is None.
       refs: a list for each entry of `norms`. The list of a norm contains the refs of its scale and
         bias. The list of branch_scale contains one ref.
     """

@@ -183,7 +183,7 @@ class Tile:
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
-        """Return the index of the first tile's row, or a slice if a tile has several rows."""
+        """Return the row index of the first tile: an integer, or a slice if it has several rows."""
         return self.row_index(rows, self.first(rows))
 
     def slot_shapes(self) -> list[tuple[int, ...]]:

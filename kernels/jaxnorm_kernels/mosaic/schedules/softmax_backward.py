@@ -24,10 +24,9 @@ _HELD = ((6144, 1), (12288, 2), (12288, 4))
 # The corresponding pairs for kernels that also compute the gradient of a bias. These kernels need
 # more registers per column, so a thread has at most 32 columns.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# Minimum number of rows of x (or of tiles) that a block adds up, if several blocks share the work
-# for a row of the bias's gradient. Such a row is a sum over many rows of x, and each of these
-# blocks stores a partial sum in float32. With this minimum, storing takes little time compared with
-# loading the rows of x.
+# A row of the bias's gradient is a sum over many rows of x. If several blocks share this sum, each
+# of them adds up at least this number of rows of x (or of tiles), and stores a partial sum in
+# float32. With this minimum, storing takes little time compared with loading the rows of x.
 _ROWS_OF_SPLIT = 8
 # Maximum number of blocks per SM that compute partial sums of a bias's gradient.
 _MOST_SPLIT_BLOCKS = 8
@@ -68,7 +67,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> TileSchedule | None:
 def _tile(spec: Spec) -> TileSchedule | None:
     """Return a schedule in which threads of one warp share a row, or None if this is impossible.
 
-    It is impossible if rows are too long, or if the array has fewer rows than a tile.
+    This is impossible if rows are too long for a warp, or if the array has fewer rows than a tile.
     """
     vector = row_vector(spec)
     vectors = spec.cols // vector
