@@ -366,8 +366,8 @@ def _without_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a JVP rule so that it ignores the tangents of constants.
 
     In forward mode with ``jax_remat3``, these tangents are arrays of zeros. The tangent of
-    ``logits_scale`` is then 0, or NaN if the user differentiates the scale. This rule adds it to
-    the tangents of all results, so a NaN makes all of them NaN.
+    ``logits_scale`` is then 0. If the user differentiates the scale, which has no derivative, this
+    tangent is NaN. The returned rule adds it to the tangents of all results, which are then NaN.
     """
 
     def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
