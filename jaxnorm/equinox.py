@@ -167,7 +167,7 @@ def convert[Model](
     whose class is a subclass of equinox's class and overrides code are not converted either. (A
     subclass whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning. It
     lists the norms that are not converted and the norms that save their input, with the reasons. If
-    the model has no norms, the warning says so. If all norms were converted, nothing is logged.
+    the model has no norms, the warning says so. If there is nothing to list, nothing is logged.
     Modules of jaxnorm's classes keep their own settings.
 
     Args:

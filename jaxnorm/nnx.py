@@ -285,7 +285,7 @@ def convert[Model](
     subclass of one of Flax's classes are not converted if the subclass overrides code. (A subclass
     whose body is ``pass`` is converted.) The logger ``"jaxnorm"`` logs one warning, which lists
     these norms and the norms that save their input, with the reasons. If the model has no norms,
-    the warning says so. If all norms were converted, nothing is logged. Modules of jaxnorm's
+    the warning says so. If there is nothing to list, nothing is logged. Modules of jaxnorm's
     classes keep their own settings. If an error is raised, no module has been changed.
 
     Many models define their own norm classes. The argument ``calls`` replaces the ``__call__`` of

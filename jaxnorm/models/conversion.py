@@ -453,8 +453,8 @@ _MADE_OF = "_jaxnorm_made_of"
 _WITH_CALLS: weakref.WeakValueDictionary[tuple[type, Any], type] = weakref.WeakValueDictionary()
 
 _LOGGER = logging.getLogger("jaxnorm")
-# With Python's default level, NOTSET, no handler gets the lines of the level INFO. (If there is no
-# handler, Python prints warnings only.)
+# Enable the lines of the level INFO. By default, the logger uses the root logger's level, WARNING,
+# and drops these lines. (If the user adds no handler, Python still prints only warnings.)
 _LOGGER.setLevel(_LOGGER.level or logging.INFO)
 
 

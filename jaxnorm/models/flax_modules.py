@@ -77,7 +77,7 @@ def is_group_norm(norm: Any) -> bool:
 
 
 def each(axes: Axes) -> Sequence[int]:
-    """Return the axes as a sequence, also if there is only one."""
+    """Return the axes as a sequence, even if there is only one axis."""
     return axes if isinstance(axes, Sequence) else (axes,)
 
 

@@ -89,9 +89,9 @@ def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> ja
 
     The backward pass recomputes f's intermediates twice: for the gradients of `rows`, and for the
     gradients of `arrays`. Each of the two recomputations has its own bool behind the barrier (see
-    the module's docstring). With a single bool, both kinds of gradients use the same intermediates.
-    XLA then computes expensive intermediates, such as gelu's tanh, in one kernel, and stores them
-    in float32 for another kernel.
+    the module's docstring). With a single bool, both kinds of gradients would use the same
+    intermediates. XLA would then compute expensive intermediates, such as gelu's tanh, in one
+    kernel, and store them in float32 for another kernel.
 
     f's effects, such as `jax.debug.print`, happen once: derivatives leave them out. This is not
     possible for an `io_callback` with a result, for a write to a `Ref`, and for an effect inside of

@@ -49,7 +49,7 @@ _SAVED_NAMES = sorted(
 #: and other results per row that the derivative needs), but not the logits. Two named arrays are
 #: not saved: a softmax's output, which is as large as the attention matrix
 #: (``jaxnorm_softmax_out``), and the input of the activation of ``rms_norm_linear``
-#: (``jaxnorm_preactivation``). To save these two, or arrays that you name, pass all names to
+#: (``jaxnorm_preactivation``). To save them, or arrays that you name, pass all names to
 #: :func:`jax.checkpoint_policies.save_only_these_names`, or combine two policies with
 #: :func:`jax.checkpoint_policies.save_from_both_policies`.
 #:

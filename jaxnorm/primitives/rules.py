@@ -3,8 +3,8 @@
 A call has a forward, a tangent and a backward pass, and each pass is a JAX primitive. The tangent
 pass takes residuals and tangents, and is linear in the tangents. The backward pass takes residuals
 and cotangents, and is linear in the cotangents. Each of the two is the transpose of the other.
-Second-order derivatives also need the derivatives of these two passes with respect to the
-residuals. Plain JAX computes them.
+Second-order derivatives also need the derivatives of the tangent and the backward pass with respect
+to the residuals. Plain JAX computes them.
 """
 
 import contextlib
@@ -54,10 +54,10 @@ class Rules:
     """The JAX rules of a family of calls.
 
     There are two families. One consists of the softmaxes, losses and norms. The other consists of
-    the linear losses, whose logits are the result of a matmul. A pass of a call of the first family
-    is a `jaxnorm.calls.call.Call`. A pass of the other family has the same attributes and methods
-    that are used here. Each family has a subclass of this class, which defines the following
-    attributes. All but `static` are methods:
+    the linear losses, whose logits are the result of a matmul. A pass of a softmax, loss or
+    norm is a `jaxnorm.calls.call.Call`. A pass of a linear loss is an object of another class, with
+    the attributes and methods of a `Call` that are used here. Each family has a subclass of this
+    class, which defines the following functions:
 
     Attributes:
       types: takes a pass and the types of its operands; returns the types of the results.
@@ -366,8 +366,8 @@ def _without_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a JVP rule so that it ignores the tangents of constants.
 
     In forward mode with ``jax_remat3``, these tangents are arrays of zeros. The tangent of
-    ``logits_scale`` is then 0, or NaN if the user differentiates the scale. This rule adds it to
-    the tangents of all results, so a NaN makes all of them NaN.
+    ``logits_scale`` is then 0. If the user differentiates the scale, which has no derivative, this
+    tangent is NaN. The returned rule adds it to the tangents of all results, which are then NaN.
     """
 
     def run(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
