@@ -285,11 +285,10 @@ def _gathered_rows(
 ) -> list[tuple[str, ...]]:
     """Return the mesh axes over which x is gathered: one tuple for each row axis of x.
 
-    The row axes of x are all axes except the last. The tuple of a row axis has the mesh axes that
-    shard both this row axis and the classes. x is gathered over these mesh axes before the loop.
-    These mesh axes must be the last (innermost) of the mesh axes that shard the row axis, so that
-    gathered rows are in order. If they are not, or if weight is smaller than x, weight is gathered
-    instead of x, and all tuples are empty.
+    The row axes of x are all axes except the last. A mesh axis that shards both rows and classes is
+    in the tuple of its row axis: before the loop, x is gathered over it. Gathered rows are in order
+    only if it is the innermost of the mesh axes that shard the row axis. If it is not, or if weight
+    is smaller than x, weight is gathered instead of x, and all tuples are empty.
 
     Args:
       x, weight: types of the arrays.

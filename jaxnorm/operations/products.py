@@ -197,9 +197,8 @@ def _activated_tangent(
         return jax.jvp(activation, (rounded.astype(z.dtype),), (dz,))[1]
 
     # `linear_map` is called without a barrier around `rounded`, so that XLA can fuse this tangent
-    # with the computation of dz. In unrolled layers, a barrier would also change what XLA stores.
-    # In an MLP without a gate, XLA would store one array fewer. In a gated MLP, XLA would store one
-    # array more: the gate, which it recomputes if there is no barrier.
+    # with the computation of dz. In unrolled layers, a barrier also changes what XLA stores: in a
+    # gated MLP, it adds the gate, which XLA recomputes otherwise; without a gate, it saves an array.
     return linear_map(tangent, [rounded], dz)
 
 

@@ -149,7 +149,9 @@ class Operand:
       row: the rule that converts the index of a row of x to the index of the row of the operand
         that this row of x uses.
       of_row, of_nth: two rules for the opposite direction. Several rows of x use row r of the
-        operand. The n-th of them is the row of x with index of_row(r) + of_nth(n).
+        operand. The n-th of them is the row of x with index of_row(r) + of_nth(n). For example, if
+        each of 3 rows of the operand is used by 4 consecutive rows of x, of_row(r) is 4 r and
+        of_nth(n) is n.
     """
 
     has_columns: bool

@@ -1,7 +1,7 @@
 """Backward passes of two operations: `cross_entropy` and `log_prob_and_entropy`.
 
-The first operation returns the loss. The second operation returns two results: the log-probability
-of the label, and the entropy of the row's distribution.
+`cross_entropy` returns the loss. `log_prob_and_entropy` returns the log-probability of the label,
+and the entropy of the row's distribution.
 
 x is a row of V logits, j the index of a column, and l the label. [j = l] is 1 if j equals l, else
 0. The forward pass saves x and two statistics: m = max(x), and log(s) with s = sum(exp(x - m)). The

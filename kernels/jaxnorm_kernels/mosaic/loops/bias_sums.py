@@ -89,7 +89,7 @@ class BiasSums:
 
     @property
     def _tiles(self) -> Shared:
-        """How the bias is broadcast over the tiles of x: `shared`, with tiles in place of rows."""
+        """Like `shared`, but it maps tiles of x, instead of rows of x, to rows of the bias."""
         if self.tile.rows == 1:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments

@@ -289,9 +289,10 @@ class Strip:
         return widen(load(staged, layout, self.strips.shape), layout)
 
     def broadcast(self, stat: Stat) -> jax.Array:
-        """Repeat a statistic, which has one value per inner element, for each column of a unit.
+        """Repeat a statistic for each column of a unit.
 
-        A unit consists of one vector per thread. The result has the shape `StripSchedule.shape`.
+        A statistic has one value for each index of the last (inner) axis. A unit consists of one
+        vector per thread. The result has the shape `StripSchedule.shape`.
         """
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
@@ -468,7 +469,7 @@ class Strip:
     ) -> T:
         """Call ``carry = step(unit, carry)`` for `units` consecutive units; see `_walk`.
 
-        The first of these units is unit number `first`, counted from column `start`.
+        The unit with index `first`, counted from column `start`, is processed first.
         """
         unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)
