@@ -349,7 +349,7 @@ def _weights(
         if not (isinstance(leaf, jax.typing.ArrayLike) or hasattr(leaf, "__jax_array__")):
             raise TypeError(
                 f"{function}: weight has a {type(leaf).__name__}; expected an array, or a tree of "
-                "arrays; let product close over other values"
+                "arrays; the function product may close over other values"
             )
     return [checks.any_array(function, "weight", leaf) for leaf in leaves], tree
 

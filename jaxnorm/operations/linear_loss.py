@@ -66,8 +66,9 @@ def linear_softmax_cross_entropy(
     logits. The gradient of the logits is rounded to the dtype of the matmuls' operands. Sums over
     classes and row statistics are float32 (float64 for float64 logits). The gradient of weight is
     summed over the chunks in float32 as well. For a mean, the gradient of the logits is divided by
-    the number of rows before it is rounded. In float16, the gradients of x and weight are divided
-    instead, in float32.
+    the denominator before it is rounded: by ``sum(where)``, or without ``where`` by the number of
+    rows. In float16, small quotients would underflow. Therefore, a power of two is factored out of
+    each row before it is rounded, and is applied in float32 to the gradients of x and weight.
 
     Args:
       x: array (..., d) with any number of rows; bfloat16, float16, float32 or float64. Each row is

@@ -164,8 +164,8 @@ def _row(positions: tuple[int, ...], leaf: Any) -> jax.Array:
     if array.shape[: len(positions)] != positions:
         raise ValueError(
             f"{_ANY}: an array in rows has shape {array.shape}; expected leading axes {positions}, "
-            "the shape of x without its last axis; if all positions share the array, let fun close "
-            "over it"
+            "the shape of x without its last axis; if all positions share the array, use it in "
+            "the function fun as a variable of an enclosing scope"
         )
     return array
 

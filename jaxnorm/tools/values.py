@@ -103,7 +103,10 @@ def positions(program: Program, heads: Sequence[Head]) -> Rows:
 
 
 def sums_classes(user: Value, rows: np.ndarray) -> bool:
-    """Return True if `user` is the sum over classes of the array whose positions are `rows`."""
+    """Return True if `user` sums an array over its axis of classes.
+
+    `rows` has the position of each element of the array, as in the result of `positions`.
+    """
     of_classes = {i for i, n in enumerate(stored(rows).shape) if n == 1}
     return user.made_by == "reduce_sum" and of_classes <= {*user.equation.params["axes"]}
 
