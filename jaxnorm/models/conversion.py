@@ -118,8 +118,8 @@ def init_of(base: type, **added: Any) -> Any:
 def check_offset(norm: Any, call: str, remedy: str) -> None:
     """Raise ValueError if a norm that runs the package's own code has a scale_offset.
 
-    The package's code would ignore the offset. `call` says which call this is, and `remedy` what a
-    user can do about it.
+    The package's code would ignore the offset. The error says with `call` how the package's code is
+    called, and with `remedy` what a user can do instead.
     """
     if norm.scale_offset:
         raise ValueError(

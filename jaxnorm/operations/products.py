@@ -197,8 +197,9 @@ def _activated_tangent(
         return jax.jvp(activation, (rounded.astype(z.dtype),), (dz,))[1]
 
     # `linear_map` is called without a barrier around `rounded`, so that XLA can fuse this tangent
-    # with the computation of dz. In unrolled layers, a barrier also changes what XLA stores: in a
-    # gated MLP, it adds the gate, which XLA recomputes otherwise; without a gate, it saves an array.
+    # with the computation of dz. In unrolled layers, a barrier also changes what XLA stores: one
+    # array less in an MLP without a gate, and the gate in a gated MLP, which XLA recomputes
+    # otherwise.
     return linear_map(tangent, [rounded], dz)
 
 

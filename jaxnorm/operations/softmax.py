@@ -270,8 +270,8 @@ def attention_weights(
         "softmax", options, logits, -1, where, scale, bias, query.dtype, None
     )
     (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
-    # `with_tangent` replaces y's derivative, but JAX also traces the original derivative. This is
-    # needed, because y's own JVP rule names y for `jax.checkpoint` policies.
+    # `with_tangent` replaces y's derivative. JAX also traces y's own JVP rule, which names y for
+    # `jax.checkpoint` policies.
     return with_tangent((_narrow_tangent, call, precision), y, query, key, mask, bias)
 
 

@@ -90,8 +90,8 @@ class _Trial(NamedTuple):
 class _Search:
     """A search for the program with the least recomputation that fits into a given memory.
 
-    All functions that `remat` wraps share one price of a second in bytes, so their graphs have one
-    common frontier. The points of the frontier predict only by how much the memory of two programs
+    For all functions that `remat` wraps, the same number of bytes is worth a second of
+    recomputation, so their graphs have one common frontier. The points of the frontier predict only by how much the memory of two programs
     differs. The memory itself is known only for programs that have been compiled.
     """
 

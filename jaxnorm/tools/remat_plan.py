@@ -73,7 +73,7 @@ class RematPlan:
         return "\n".join([*lines, *(f"  {mib(p.bytes)}: {p.recompute:.1%}" for p in some)])
 
     def _names(self) -> str:
-        """Return the `checkpoint_name` calls and the policy that save the plan's arrays, as text."""
+        """Return the `checkpoint_name` calls and the policy that save these arrays, as text."""
         if not self._lines:
             return ""
         names = ", ".join(f'"{line.name}"' for line in self._lines)

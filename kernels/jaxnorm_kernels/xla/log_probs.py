@@ -98,7 +98,7 @@ def log_probs_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: S
 def _probabilities(
     residuals: Residuals, labels: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return four arrays: g(x), p, a mask of valid rows, and a mask of relevant elements.
+    """Return g(x), the probabilities p, a mask of valid rows, and a mask of relevant elements.
 
     A row is valid if ``positions`` does not exclude it and it has an unmasked column. In a valid
     row, an element is relevant if it is unmasked, or if it is in the column of a label. In all
