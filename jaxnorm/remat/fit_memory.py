@@ -91,8 +91,9 @@ class _Search:
     """A search for the program with the least recomputation that fits into a given memory.
 
     For all functions that `remat` wraps, the same number of bytes is worth a second of
-    recomputation, so their graphs have one common frontier. The points of the frontier predict only by how much the memory of two programs
-    differs. The memory itself is known only for programs that have been compiled.
+    recomputation, so their graphs have one common frontier. The points of the frontier predict only
+    by how much the memory of two programs differs. The memory itself is known only for programs
+    that have been compiled.
     """
 
     def __init__(
