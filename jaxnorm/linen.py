@@ -418,7 +418,7 @@ def _reasons_in(params: Any) -> dict[tuple[str, str], str | None]:
 def _converted_call(
     report: conversion.Report, reasons: Mapping[Any, Any] | None, norm: Any, path: str, x: Any
 ) -> Any:
-    """Run a call of one of Flax's norms with jaxnorm's functions, inside `converted`.
+    """Return the result of one of Flax's norms that is called inside `converted`, by jaxnorm.
 
     Record the norm if the values of its parameters require that it saves its input. For traced
     parameters, which have no values, the decision is looked up in `reasons`: the result of

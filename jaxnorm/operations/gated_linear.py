@@ -292,9 +292,9 @@ def _by_function(
 
 
 def _given(result: Any) -> str:
-    """Return a text for an error that describes a wrong result of a user's function.
+    """Describe a wrong result of a user's function, for an error's text.
 
-    The text has the result's dtype if the result is an array, and otherwise its type.
+    An array is described by its dtype, and any other object by its type.
     """
     is_array = isinstance(result, jax.Array)
     return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"

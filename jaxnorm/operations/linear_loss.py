@@ -52,8 +52,9 @@ def linear_softmax_cross_entropy(
     The logits are ``x @ weight + bias``. Only the logits of one chunk of rows are in memory at a
     time. The result is the mean, the sum or the array of the losses that
     :func:`softmax_cross_entropy_with_integer_labels` computes. By default, it is the mean. Pass
-    masks and weights as ``where``: a mask that multiplies the mean excludes no positions. One loop
-    over the chunks computes the loss and, if it is differentiated, the gradients.
+    masks and weights as ``where``: the mean is a scalar, so multiplying it by a mask excludes no
+    position. One loop over the chunks computes the loss and, if it is differentiated, the
+    gradients.
 
     A loss that is not differentiated takes one matmul, which computes the logits. If it is
     differentiated, two more matmuls compute the gradients of x and weight, so a mean or a sum takes
@@ -283,9 +284,9 @@ def linear_kl_divergence(
     The student's logits are ``x @ weight + bias``, and the teacher's logits are ``teacher_x @
     teacher_weight + teacher_bias``. The result is the mean, the sum or the array of the divergences
     that :func:`kl_divergence` computes. By default, it is the mean. Pass masks and weights as
-    ``where``: a mask that multiplies the mean excludes no positions. Only the logits of one chunk
-    of rows are in memory at a time, in the forward and in the backward pass. One loop over the
-    chunks computes the divergence and, if it is differentiated, the gradients.
+    ``where``: the mean is a scalar, so multiplying it by a mask excludes no position. Only the
+    logits of one chunk of rows are in memory at a time, in the forward and in the backward pass.
+    One loop over the chunks computes the divergence and, if it is differentiated, the gradients.
 
     A divergence that is not differentiated takes two matmuls: one for the student's logits, and one
     for the teacher's. If it is differentiated, two more matmuls compute the gradients of x and

@@ -188,9 +188,9 @@ class Chunks:
     def gradients(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         """Return a list of the gradients of sum(cotangents * results).
 
-        The pass is a backward pass, or a forward pass that also returns gradients. In the latter
-        case, the list starts with the losses of all rows, and `cotangents` has the factor of each
-        row's loss in the mean or sum.
+        The pass is a backward pass, or a forward pass that also returns gradients. In such a
+        forward pass, the list starts with the losses of all rows, and `cotangents` has the factor
+        of each row's loss in the mean or sum.
         """
         head, losses_of = self.head, self.head.outputs if self.head.direction == "fwd" else ()
         dtypes = {name: self.gradient_dtype(name) for name in head.wrt}

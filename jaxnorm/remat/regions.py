@@ -104,8 +104,9 @@ class Linearized:
 # grows from 1 for a region's first equation to almost 1 + _TIES for the last; see `Region._graph`.
 _TIES = 0.05
 
-# A function that returns the pricing of a derivative. Its arguments are the region, the mask, the
-# values of all inputs, and the tangents of the differentiated inputs.
+# The type of a function that returns the `Pricing` by which a region chooses what its derivative
+# saves. The function's arguments are the region, the mask, the values of all inputs, and the
+# tangents of the differentiated inputs.
 type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing]
 
 
@@ -149,7 +150,7 @@ class Region:
     def __call__(self, plan: Plan, *arrays: Any) -> list[Any]:
         """Return the outputs of the region.
 
-        `plan` returns the pricing for the derivative.
+        When the region is differentiated, `plan` returns the `Pricing` of what is saved.
         """
         if self._has_references:
             return jaxpr_as_fun(self._traced)(*arrays)

@@ -67,7 +67,9 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
 
     An array can be named if it is the value of an expression in the user's code. It may be the
     value of several expressions, such as the operand of ``return`` in a function and a call of this
-    function. The expression that names the fewest bytes of other arrays is chosen.
+    function. An expression that runs several times has several values, and a line names all of
+    them. The line is therefore written for the expression whose other values (those that need not
+    be saved) have the fewest bytes.
     """
     graphs = [*map(_Calls, programs)]
 
@@ -107,8 +109,9 @@ def lines(programs: Sequence[Saved]) -> list[Line]:
 
 # Primitives whose result can be saved instead of their operand, and vice versa.
 _COPYING = {"reshape", "squeeze", "transpose"}
-# The derivatives of these primitives use the result itself, and not a copy with a name. A policy
-# that saves named arrays therefore recomputes the result. So the operand is named instead.
+# The derivatives of these primitives use the primitive's result. `checkpoint_name` returns a copy
+# of the result, and a policy that saves the copy does not save the result. So the operand is named
+# instead, and the backward pass recomputes the result from the operand.
 _USES_RESULT = {"exp", "exp2", "logistic", "rsqrt", "sqrt", "tanh"}
 
 

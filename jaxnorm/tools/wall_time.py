@@ -86,7 +86,7 @@ def _default(call: Case) -> str:
 def _ready(call: Case) -> tuple[list[Passes], Operands]:
     """Compile the two programs of a call by running each once. Return the programs and operands.
 
-    The first program uses jaxnorm's default implementation, the second one plain JAX.
+    The programs are in this order: jaxnorm's default implementation, plain JAX.
     """
     keys = jax.random.split(jax.random.key(0), len(call.shapes))
     arrays = {
