@@ -1,10 +1,12 @@
 """The Kullback-Leibler divergence between a teacher and a student, over ``spec.axes``.
 
-p is the softmax of the teacher's logits, and q is the softmax of the student's logits x. Each
-softmax is computed from the *depths* d = z - max(z) of its logits z, where max(z) is the maximum of
-a row. The logits may have a scale or a cap: z = f * g(x), and the depths are f * (g(x) - max(g(x)))
-(see `label_sums`):
+p is the softmax of the teacher's logits, and q is the softmax of the student's. The logits are
+z = f * g(x), where x is the operand with the logits before scale and cap. With a cap c
+(`logit_softcap` or `teacher_softcap`), f is c, and g(x) is tanh(x * logits_scale / c). Without a
+cap, f is the magnitude of the scale, and g(x) is x or -x, depending on the scale's sign. Each
+softmax is computed from the *depths* d of its logits, where max is the maximum of a row:
 
+    d = z - max(z) = f * (g(x) - max(g(x)))
     e = exp(d)      s = sum(e)      log(p) = d - log(s)
 
 The divergence is KL(P || Q). P is the teacher's p and Q is the student's q. With ``reverse``, P is

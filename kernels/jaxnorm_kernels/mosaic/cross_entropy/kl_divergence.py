@@ -103,11 +103,12 @@ class _Pair(NamedTuple):
         return cls(student, teacher) if spec.loss.reverse else cls(teacher, student)
 
     def difference(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Return f_P * p - f_Q * q, the difference of a logit of P and a logit of Q.
+        """Return f_P * p - f_Q * q, where f_P and f_Q are the factors f in the logits z = f * g(x).
 
-        The logits are z = f * g(x) (see the module `logits`). `p` and `q` are the values g(x) of
-        P's and Q's logits, or differences of such values. If `p` and `q` are equal, and f is the
-        same for P and Q, the result is exactly 0.
+        `p` has values g(x) of P's logits, and `q` has values g(x) of Q's logits. The result is then
+        the difference of the logits. `p` and `q` may also be differences of such values. If `p` and
+        `q` are equal, and f is the same for P and Q, the result is exactly 0. The module `logits`
+        defines f and g.
         """
         if self.p.loss.logit_softcap == self.q.loss.logit_softcap:
             return f_times(p - q, self.p)

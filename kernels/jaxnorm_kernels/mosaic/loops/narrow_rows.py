@@ -150,11 +150,11 @@ class _NarrowRowsKernel:
         return [self.work.statistics(first + top) for top in self.tops]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """Return `term`, with 0 in stale rows, which another step adds to the column sums.
+        """Return `term` with its stale rows replaced by 0, so that no row is added twice.
 
-        Row i of `term` belongs to row ``first + i`` of the array. All rows of `term` are processed
-        in step `k`. A row is stale if it also belongs to the previous step of its group (see
-        `Share`).
+        `term` is added to the column sums in step `k`. Row i of `term` belongs to row ``first + i``
+        of the array. A row is stale if it also belongs to the previous step of its group (see
+        `Share`), which adds it.
         """
         if not self.share.has_stale_rows:
             return term

@@ -418,10 +418,10 @@ class Strip:
         return sizes
 
     def each_fragment(self, step: Callable[[Fragment], None]) -> None:
-        """Run `step` on each unit of the warpgroup's columns.
+        """Call ``step(fragment)`` for each fragment (range of columns) of the warpgroup's columns.
 
-        A unit consists of one vector per thread. The copies that load the columns must have
-        arrived.
+        Here, a fragment is a unit: one vector per thread. All copies that load the columns into
+        shared memory must be complete, because this function does not wait for them.
         """
 
         def one(fragment: Fragment, carry: tuple[()]) -> tuple[()]:
@@ -436,11 +436,12 @@ class Strip:
         carry: T,
         waits: bool = False,
     ) -> T:
-        """Call ``carry = step(unit, carry)`` for each unit of the warpgroup's columns.
+        """Call ``carry = step(fragment, carry)`` for each fragment of the warpgroup's columns.
 
-        A unit consists of one vector per thread. If there are many units, this is a loop.
-        Asynchronous copies load the columns in several parts. If `waits` is True, wait for the
-        copies of a part before reading the part. The last `carry` is returned.
+        A fragment is a range of columns. Here, it is a unit: one vector per thread. If there are
+        many units, this is a loop. Asynchronous copies load the columns in several parts. If
+        `waits` is True, wait for the copies of a part before reading the part. The last `carry` is
+        returned.
         """
         body, *tail = self.partition.fragments()
         units, parts = self.partition.units, self.strips.parts if waits else 1
@@ -467,7 +468,7 @@ class Strip:
         first: Any,
         units: int,
     ) -> T:
-        """Call ``carry = step(unit, carry)`` for `units` consecutive units; see `_walk`.
+        """Call ``carry = step(fragment, carry)`` for `units` consecutive units; see `_walk`.
 
         The unit with index `first`, counted from column `start`, is processed first.
         """
