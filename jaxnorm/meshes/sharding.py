@@ -169,8 +169,8 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     """Return Shardy's sharding rule for a call. The axes of x are named x0, x1, ... in all arrays.
 
     Parameters are small, so every device gets them unsharded, and their sharding does not affect
-    the sharding of x. Their gradients have separate axis names, so that they can be sharded in any
-    way.
+    the sharding of x. The axes of their gradients have names of their own, so the gradients can be
+    sharded in any way.
     """
     places = itertools.count()
 

@@ -464,8 +464,8 @@ class Chunks:
         """Run all chunks, and return the carry after the last one.
 
         ``step(rows, carry)`` processes one chunk and returns the next carry. If `starts_sums` is
-        True, the first step adds arrays to `carry`. It then precedes the loop, because the carry of
-        a loop must have the same arrays in all iterations.
+        True, the first step adds arrays to `carry`. The carry of a loop must have the same arrays
+        in all iterations, so this step then runs before the loop.
         """
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
@@ -577,7 +577,10 @@ def _like(of_rows: jax.Array, a: jax.Array) -> jax.Array:
 
 
 def _bound(call: Call, operands: Carry, linear: Sequence[jax.Array] = ()) -> Carry:
-    """Run a pass of a loss on a chunk's logits. `linear` are the cotangents."""
+    """Run a pass of a loss on a chunk's logits, and return a dict with its results.
+
+    In a backward pass, `linear` has the cotangents of the loss's results.
+    """
     names = call.primals if call.direction == "fwd" else call.residual_names
     arrays = [operands[name] for name in names]
     # If the classes are sharded, run plain JAX, which sums over all shards of a row.

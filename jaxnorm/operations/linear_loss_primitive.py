@@ -254,9 +254,10 @@ def _axes(
 ) -> Callable[[str, Sequence[int]], list[Any]]:
     """Return a function of an array's kind and shape, which returns one entry for each axis.
 
-    `x` and `weight` are the entries of these two arrays, `rows` those of the row axes of all other
-    arrays, and `classes` that of their axis of classes. `others` yields the entries of all other
-    axes, and of a mask's axes of size 1.
+    An entry is the name of an axis in a sharding rule, or the mesh axes that shard the axis. `x`
+    and `weight` are the entries of the axes of these two arrays. In all other arrays, `rows` has
+    the entries of the row axes, and `classes` is the entry of the axis of classes. `others` yields
+    the entries of all remaining axes, and of a mask's axes of size 1.
     """
     first = {"x": x, "weight": weight, "row": rows, "mask": rows}
     last = {"columns": [classes], "mask": [classes]}

@@ -104,9 +104,9 @@ class Linearized:
 # grows from 1 for a region's first equation to almost 1 + _TIES for the last; see `Region._graph`.
 _TIES = 0.05
 
-# The type of a function that returns the `Pricing` by which a region chooses what its derivative
-# saves. The function's arguments are the region, the mask, the values of all inputs, and the
-# tangents of the differentiated inputs.
+# The type of a function that returns a `Pricing`: the price of a second in bytes, and what else
+# decides which arrays a region's derivative saves. The arguments are the region, the mask, the
+# values of all inputs, and the tangents of the differentiated inputs.
 type Plan = Callable[["Region", Mask, Sequence[Any], Sequence[Any]], Pricing]
 
 
