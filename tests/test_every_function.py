@@ -1,7 +1,5 @@
 """Tests of every public function in unusual calls. Results are compared in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,66 +45,6 @@ def cosines(arrays):
 
 def test_every_public_function_has_a_call():
     assert {name.split()[0] for name in FUNCTIONS} | OTHERS == public_functions()
-
-
-# ------------------------------------------------------------- transposes in some of the arguments
-
-
-@each
-def test_a_custom_jvp_with_frozen_arguments(x64, name):
-    """The gradient with respect to a single operand is correct inside a `jax.custom_jvp`.
-
-    There, the tangents of all other operands are arrays of zeros.
-    """
-    function, operands = call_of(name, "float64")
-
-    @jax.custom_jvp
-    def wrapped(*operands):
-        return function(*operands)
-
-    wrapped.defjvp(functools.partial(jax.jvp, function))
-    run = jax.jit(jax.grad(scalar(function), tuple(range(len(operands)))))
-    for i, expected in enumerate(run(*operands)):
-        assert_close(jax.jit(jax.grad(scalar(wrapped), i))(*operands), expected)
-
-
-@each
-def test_the_transpose_of_one_tangent(x64, name):
-    """The JVP can be transposed with respect to one tangent.
-
-    The tangents of the other operands are then constants that are not 0.
-    """
-    function, operands = call_of(name, "float64")
-    y, pullback = jax.vjp(function, *operands)
-    cotangents = cosines(y)
-    tangents = [*cosines(operands)]
-    for i, expected in enumerate(pullback(cotangents)):
-
-        def along(t, i=i):
-            return jax.jvp(function, operands, (*tangents[:i], t, *tangents[i + 1 :]))[1]
-
-        (got,) = jax.linear_transpose(along, operands[i])(cotangents)
-        assert_close(got, expected)
-
-
-@each
-def test_tangents_and_gradients_are_linear(x64, name):
-    """The tangent is linear in the operands' tangents, and the gradient in the results' cotangents.
-
-    So the JVP of either, for constant operands, is the same function of other arrays.
-    """
-    function, operands = call_of(name, "float64")
-    y, pullback = jax.vjp(function, *operands)
-    tangents, cotangents = cosines(operands), cosines(y)
-
-    def along(*tangents):
-        return jax.jvp(function, operands, tangents)[1]
-
-    doubled = jax.tree.map(lambda a: 2 * a, (tangents, cotangents))
-    _, of_tangents = jax.jvp(along, tangents, doubled[0])
-    assert_close(of_tangents, along(*doubled[0]))
-    _, of_cotangents = jax.jvp(pullback, (cotangents,), doubled[1:])
-    assert_close(of_cotangents, pullback(doubled[1]))
 
 
 @each
