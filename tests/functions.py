@@ -182,7 +182,6 @@ def causal_softmax(x, bias):
 # -------------------------------------------------------------------------------------------- calls
 
 _cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
-_linear_loss = jaxnorm.linear_softmax_cross_entropy
 
 
 def calling(name, names, **options):
