@@ -180,33 +180,25 @@ def test_in_modules(sow):
 
 def error_cases():
     q, k, v = qkv()
-    return [
-        ((q[0], k, v), {}, "arrays .* of equal rank"),
-        ((q[:1], k, v), {}, "equal batch axes"),
-        ((q, k, v[:, :3]), {}, "key and value of equal length"),
-        ((q[..., :3], k, v), {}, "query and key of equal depth"),
-        ((q, k[:, :, :3], v[:, :, :3]), {}, "heads"),
-        ((q, k, v), {"dropout_rate": 0.5}, "need a dropout_rng"),
-        ((q, k, v), {"dropout_rate": 1.5, "dropout_rng": jax.random.key(0)}, "0 <= rate < 1"),
-    ]
+    for name in FUNCTIONS:
+        yield name, (q[0], k, v), {}, "arrays .* of equal rank"
+        yield name, (q[:1], k, v), {}, "equal batch axes"
+        yield name, (q, k, v[:, :3]), {}, "key and value of equal length"
+        yield name, (q[..., :3], k, v), {}, "query and key of equal depth"
+        yield name, (q, k[:, :, :3], v[:, :, :3]), {}, "heads"
+        yield name, (q, k, v), {"dropout_rate": 0.5}, "need a dropout_rng"
+        yield name, (q, k, v), DROPOUT | {"dropout_rate": 1.5}, "0 <= rate < 1"
+    one = {"qk_attn_weights_einsum": jnp.einsum}
+    yield "linen", (q, k, v), one, "give both or neither"
+    for options in ({"precision": "highest"}, {"einsum_dot_general": jax.lax.dot_general}):
+        both = one | {"attn_weights_value_einsum": jnp.einsum}
+        yield "linen", (q, k, v), both | options, "give one or the other"
 
 
-@each
-@pytest.mark.parametrize(("operands", "arguments", "message"), error_cases())
-def test_errors(ours, theirs, operands, arguments, message):
+@pytest.mark.parametrize(("name", "operands", "arguments", "message"), [*error_cases()])
+def test_errors(name, operands, arguments, message):
     with pytest.raises(ValueError, match=message):
-        ours(*operands, **arguments)
-
-
-@pytest.mark.parametrize(
-    "options", [{"precision": "highest"}, {"einsum_dot_general": jax.lax.dot_general}]
-)
-def test_exclusive_einsums(options):
-    einsums = {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}
-    with pytest.raises(ValueError, match="give both or neither"):
-        FUNCTIONS["linen"][0](*qkv(), qk_attn_weights_einsum=jnp.einsum)
-    with pytest.raises(ValueError, match="give one or the other"):
-        FUNCTIONS["linen"][0](*qkv(), **options, **einsums)
+        FUNCTIONS[name][0](*operands, **arguments)
 
 
 # ----------------------------------------------------------------- accuracy, residuals and masks
