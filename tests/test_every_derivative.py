@@ -310,17 +310,17 @@ def of_each_operand(derivative):
     return lambda f: lambda *a: [derivative(f, i, *a) for i in every(a)]
 
 
+def cosines(f, *a):
+    return jax.tree.map(jnp.cos, f(*a))
+
+
 def transposed(f, i, *a):
     """Transpose f's JVP with respect to one tangent. The others are constants that are not 0."""
 
     def tangent(t):
         return jax.jvp(f, a, (*along(a)[:i], t, *along(a)[i + 1 :]))[1]
 
-    return jax.linear_transpose(tangent, a[i])(jax.tree.map(jnp.cos, f(*a)))[0]
-
-
-def cosines(f, *a):
-    return jax.tree.map(jnp.cos, f(*a))
+    return jax.linear_transpose(tangent, a[i])(cosines(f, *a))[0]
 
 
 # Rules for some of the arguments, and rules of the JVP and of the gradient, which are linear.
