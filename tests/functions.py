@@ -146,6 +146,10 @@ def scales_of(labels):
     return 1 / (1 + jnp.asarray(labels % 3, jnp.float32))
 
 
+def scaled(logits, labels):
+    return logits * scales_of(labels)[..., None].astype(logits.dtype)
+
+
 def layer_of_a_teacher(labels, weight):
     """Return a teacher's hidden states (one row per position) and the weight of its last layer.
 
@@ -182,7 +186,6 @@ def causal_softmax(x, bias):
 # -------------------------------------------------------------------------------------------- calls
 
 _cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
-_linear_loss = jaxnorm.linear_softmax_cross_entropy
 
 
 def calling(name, names, **options):
@@ -195,10 +198,15 @@ def calling(name, names, **options):
     return call
 
 
-def of_linear(name, of_logits, labels="labels", mean=False, **options):
+def of_logits(name, plain, kinds="logits labels counts", **options):
+    """Return the `Function` of a loss of logits. Its operands are logits, labels and a mask."""
+    return Function(calling(name, "logits labels where", **options), plain, kinds)
+
+
+def of_linear(name, of_rows, labels="labels", mean=False, **options):
     """Return the `Function` of a loss of the logits ``x @ weight + bias``.
 
-    ``of_logits(logits, labels, counts)`` is the loss of each row in plain JAX. `labels` is the kind
+    ``of_rows(logits, labels, counts)`` is the loss of each row in plain JAX. `labels` is the kind
     of the labels.
     """
     if isinstance(name, str):
@@ -207,7 +215,7 @@ def of_linear(name, of_logits, labels="labels", mean=False, **options):
         ours = name
 
     def plain(x, w, b, labels, counts):
-        each = of_logits(x @ w + b, labels, counts)
+        each = of_rows(x @ w + b, labels, counts)
         return each.sum() / counts.sum() if mean else each
 
     return Function(ours, plain, f"x weight feature_bias {labels} counts")
@@ -259,7 +267,7 @@ def _any_linear(fun, x, w, b, labels, counts, **options):
 ROPE = norm_of("rms_norm_rope", "x scale cos sin")
 rms_norm = norm_of("rms_norm", "x scale").plain
 
-CROSS_ENTROPY, OF_LOGITS = "softmax_cross_entropy_with_integer_labels", "logits labels where"
+CROSS_ENTROPY = "softmax_cross_entropy_with_integer_labels"
 
 # The first word of each key is the name of the public function.
 FUNCTIONS = {
@@ -345,34 +353,25 @@ FUNCTIONS = {
         lambda x, w, b: jax.nn.gelu(x) @ w + b,
         "x weight feature_bias",
     ),
-    "softmax_cross_entropy_with_integer_labels": Function(
-        calling(CROSS_ENTROPY, OF_LOGITS, z_loss=0.1),
-        functools.partial(losses, z_loss=0.1),
-        "logits labels counts",
+    CROSS_ENTROPY: of_logits(CROSS_ENTROPY, functools.partial(losses, z_loss=0.1), z_loss=0.1),
+    f"{CROSS_ENTROPY} of classes": of_logits(
+        CROSS_ENTROPY, losses_of_classes, "logits labels classes"
     ),
-    "softmax_cross_entropy_with_integer_labels of classes": Function(
-        calling(CROSS_ENTROPY, OF_LOGITS), losses_of_classes, "logits labels classes"
-    ),
-    "softmax_cross_entropy_with_integer_labels capped": Function(
-        calling(CROSS_ENTROPY, OF_LOGITS, label_smoothing=0.1, logit_softcap=3.0),
+    f"{CROSS_ENTROPY} capped": of_logits(
+        CROSS_ENTROPY,
         functools.partial(losses, smoothing=0.1, cap=3.0),
-        "logits labels counts",
+        label_smoothing=0.1,
+        logit_softcap=3.0,
     ),
-    "log_prob_and_entropy": Function(
-        calling("log_prob_and_entropy", OF_LOGITS),
-        log_prob_and_entropy,
-        "logits labels counts",
+    "log_prob_and_entropy": of_logits("log_prob_and_entropy", log_prob_and_entropy),
+    "log_prob_and_entropy of several": of_logits(
+        "log_prob_and_entropy", of_candidates, "logits candidates counts"
     ),
-    "log_prob_and_entropy of several": Function(
-        calling("log_prob_and_entropy", OF_LOGITS), of_candidates, "logits candidates counts"
-    ),
-    "softmax_cross_entropy_with_integer_labels of scales": Function(
+    f"{CROSS_ENTROPY} of scales": Function(
         lambda logits, labels, counts, **o: _cross_entropy(
             logits, labels, where=counts, logits_scale=scales_of(labels), **o
         ),
-        lambda logits, labels, counts: losses(
-            logits * scales_of(labels)[..., None].astype(logits.dtype), labels, counts
-        ),
+        lambda logits, labels, counts: losses(scaled(logits, labels), labels, counts),
         "logits labels counts",
     ),
     "kl_divergence": Function(
@@ -448,13 +447,8 @@ FUNCTIONS = {
             **o,
         ),
         lambda x, w, b, labels, counts: divergences(
-            *(
-                scales_of(labels)[..., None].astype(x.dtype) * z
-                for z in (
-                    x @ w + b,
-                    jnp.matmul(*layer_of_a_teacher(labels, w)) + bias_of_a_teacher(w),
-                )
-            ),
+            scaled(x @ w + b, labels),
+            scaled(jnp.matmul(*layer_of_a_teacher(labels, w)) + bias_of_a_teacher(w), labels),
             counts,
             reverse=True,
         ),

@@ -272,7 +272,7 @@ def of_xla(spec):
     """Return XLA's code of a pass. A row of a rotary table may belong to several rows of x."""
 
     def run(*operands):
-        if spec.norm.table_rows is None:
+        if not spec.is_norm or spec.norm.table_rows is None:
             return contract.call(xla, spec, *operands)
         segments = spec.norm.table_rows.segments
         sizes = [size if has_axis else 1 for size, has_axis in segments]

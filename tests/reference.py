@@ -5,9 +5,6 @@ random walk), where u is the unit roundoff of the arithmetic. The factor ``SAFET
 largest deviation among all elements that a test checks.
 """
 
-import functools
-import math
-
 import jax
 import ml_dtypes
 import numpy as np
@@ -72,67 +69,10 @@ def softmax(x: np.ndarray, axis, where=None, *, log: bool = False) -> np.ndarray
         return np.where(mask, y, -np.inf if log else 0)
 
 
-log_softmax = functools.partial(softmax, log=True)
-
-
-def softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) -> np.ndarray:
-    """Return a bound on the error of a softmax.
-
-    It covers the rounding of x - max(x) (the argument of exp), of the sum, and of the result.
-    """
-    depth = np.max(x, axis=axis, keepdims=True) - x
-    n = y.size / max(1, np.max(y, axis=axis).size)
-    return SAFETY * u * y * (depth + np.max(depth) + math.sqrt(n) + 2) + rounding(y, out)
-
-
-def log_softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) -> np.ndarray:
-    n = y.size / max(1, np.max(y, axis=axis).size)
-    spread = np.max(x) - np.min(x)
-    return SAFETY * u * (np.abs(y) + spread + math.sqrt(n) + 2) + rounding(y, out)
-
-
 def softmax_gradient(y: np.ndarray, d: np.ndarray, axes=-1, *, log: bool = False) -> np.ndarray:
     """Return the gradient with respect to the logits. `d` is the cotangent of y."""
     total = (d if log else d * y).sum(axes, keepdims=True)
     return d - np.exp(y) * total if log else y * (d - total)
-
-
-log_softmax_gradient = functools.partial(softmax_gradient, log=True)
-
-
-def softmax_gradient_bound(
-    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, y_dtype: str, u: float
-) -> np.ndarray:
-    """Return a bound on the error of dx, where d is the cotangent of y.
-
-    It covers y's error to first order, the arithmetic of ``d - sum(d * y)``, and the rounding of
-    dx.
-
-    If y has 16 bits, the backward divides each row of y by its sum, so that it sums to 1. Adding a
-    constant to a row of d then does not change dx. For such y, the bound therefore multiplies y's
-    error by ``d - sum(d * y)`` instead of d. ``sum(d * y)`` is the mean of d with the weights y.
-    """
-    total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
-    n = y.size / max(1, np.max(y, axis=axis).size)
-    centred = np.abs(d - np.sum(d * y, axis=axis, keepdims=True))
-    counted = centred if y_dtype in ("bfloat16", "float16") else np.abs(d)
-    inner = np.sum(counted * y_error, axis=axis, keepdims=True)
-    inner = inner + SAFETY * u * ((math.sqrt(n) + 2) * total + np.abs(d))
-    dx = softmax_gradient(y, d, axis)
-    return (y + y_error) * inner + y_error * centred + rounding(dx, x_dtype) + 4 * u * np.abs(dx)
-
-
-def log_softmax_gradient_bound(
-    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, y_dtype: str, u: float
-) -> np.ndarray:
-    n = y.size / max(1, np.max(y, axis=axis).size)
-    total = np.sum(d, axis=axis, keepdims=True)
-    magnitude = np.sum(np.abs(d), axis=axis, keepdims=True)
-    p = np.exp(y)
-    p_error = p * (np.expm1(y_error) + 4 * u * (1 + np.abs(y)))
-    dx = log_softmax_gradient(y, d, axis)
-    arithmetic_error = (p + p_error) * SAFETY * u * (math.sqrt(n) + 2) * magnitude
-    return p_error * np.abs(total) + arithmetic_error + rounding(dx, x_dtype) + 4 * u * np.abs(d)
 
 
 ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")

@@ -15,7 +15,6 @@ import pytest
 import test_batches
 import test_eager
 import test_every_derivative
-import test_every_function
 import test_meshes
 import test_programs
 import test_remat
@@ -70,22 +69,23 @@ SUITES = {
     "vmap": lambda: test_batches.test_a_batch_is_a_loop(NAME, (0, None), compiled=True),
     "mesh": lambda: test_meshes.test_rows_on_a_mesh(NAME, "FSDP", "explicit", "xla"),
     "columns": lambda: test_meshes.test_rows_on_a_mesh(NAME, "columns", "explicit", "xla"),
-    "one tangent": lambda: test_every_function.test_the_transpose_of_one_tangent(None, NAME),
 }
-IN_FLOAT64 = ("formula", "one tangent")
 
 
 @pytest.mark.usefixtures("added", "quick_to_compile")
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_suite(suite):
-    with jax.enable_x64(suite in IN_FLOAT64):
+    with jax.enable_x64(suite == "formula"):
         SUITES[suite]()
 
 
-@pytest.mark.parametrize("derivative", test_every_derivative.DERIVATIVES)
+DERIVATIVES = test_every_derivative.DERIVATIVES | test_every_derivative.IN_STEPS
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives(added, x64, quick_to_compile, monkeypatch, derivative):
     monkeypatch.setitem(test_every_derivative.FUNCTIONS, NAME, ENTRY)
-    test_every_derivative.check(NAME, test_every_derivative.DERIVATIVES[derivative], None, "xla")
+    test_every_derivative.check(NAME, DERIVATIVES[derivative], None, "xla")
 
 
 @pytest.mark.remat

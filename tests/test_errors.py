@@ -20,7 +20,7 @@ import jaxnorm
 
 NAMES = sorted(public_functions() - OTHERS)
 SOFTMAXES, CAUSED = ("softmax", "log_softmax"), (TypeError, ValueError)
-T = jnp.ones
+T, SWAPPED = jnp.ones, np.dtype(np.float32).newbyteorder("S")
 
 # Maps an option to values that no function accepts, each with its error message.
 OPTIONS = {
@@ -40,6 +40,7 @@ OPTIONS = {
         ("float8_e4m3fn", "dtype=float8_e4m3fn; expected one of bfloat16"),
         ("half precision", "is no dtype; expected one of bfloat16"),
         ("float64", "jax_enable_x64"),
+        *((t, "dtype=.*byte order.* e.g. float32") for t in (SWAPPED, SWAPPED.str)),
     ],
     "implementation": [("cudnn", "implementation='cudnn'; expected one of 'xla'")],
     "interleaved": [("no", "interleaved='no' is a str; expected True or False")],

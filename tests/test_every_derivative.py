@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
-from functions import FUNCTIONS as TABLE
 from functions import (
+    BASIC,
     VARIANTS,
     Function,
     Sizes,
@@ -24,6 +24,7 @@ from functions import (
     rms_norm,
     scalar,
 )
+from functions import FUNCTIONS as TABLE
 from jax.experimental import jet
 from pairs import KERNELS, pairwise
 from program_error import analyse, assert_analysed, values_of
@@ -295,6 +296,50 @@ IN_TURN = {
     "forward over reverse": forward_over_reverse,
     "reverse over reverse": reverse_over_reverse,
 }
+
+
+def with_own_rule(f):
+    """Return f with its tangents as a custom rule, in which constants have tangents of zeros."""
+    wrapped = jax.custom_jvp(f)
+    wrapped.defjvp(functools.partial(jax.jvp, f))
+    return wrapped
+
+
+def of_each_operand(derivative):
+    """Return a transformation that computes ``derivative(f, i, *operands)`` for each operand i."""
+    return lambda f: lambda *a: [derivative(f, i, *a) for i in every(a)]
+
+
+def cosines(f, *a):
+    return jax.tree.map(jnp.cos, f(*a))
+
+
+def transposed(f, i, *a):
+    """Transpose f's JVP with respect to one tangent. The others are constants that are not 0."""
+
+    def tangent(t):
+        return jax.jvp(f, a, (*along(a)[:i], t, *along(a)[i + 1 :]))[1]
+
+    return jax.linear_transpose(tangent, a[i])(cosines(f, *a))[0]
+
+
+# Rules for some of the arguments, and rules of the JVP and of the gradient, which are linear.
+IN_STEPS = {
+    "custom_jvp": of_each_operand(lambda f, i, *a: jax.grad(scalar(with_own_rule(f)), i)(*a)),
+    "transpose of one tangent": of_each_operand(transposed),
+    "tangent of a tangent": lambda f: (
+        lambda *a: jax.jvp(lambda *t: jax.jvp(f, a, t)[1], along(a), a)[1]
+    ),
+    "tangent of a gradient": lambda f: (
+        lambda *a: jax.jvp(jax.vjp(f, *a)[1], (cosines(f, *a),), (f(*a),))[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("derivative", IN_STEPS)
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name in {*BASIC, *MAIN}])
+def test_rules_in_steps(name, derivative):
+    check(name, IN_STEPS[derivative], None, "xla", compiled=False)
 
 
 @pytest.mark.remat

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 POLICIES = jax.checkpoint_policies
 AROUND = {
     "nothing": lambda f: f,
+    "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
     "dots": functools.partial(jax.checkpoint, policy=POLICIES.dots_saveable),
@@ -63,39 +64,28 @@ OPTIONS = {
 
 
 @pytest.mark.remat
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("function", [gated, ungated])
-def test_operands_alone_are_kept(function, options):
-    function = functools.partial(function, options)
-    assert made(function, *arrays_of()) == []
-    assert made(jax.jit(function), *arrays_of()) == []
-    # Operands that are computed inside the function are saved, and nothing else.
-    of_sines = made(lambda g, u, w, b: function(3 * g, 3 * u, w, b), *arrays_of())
-    assert of_sines == [(4, INNER)] * (2 if function.func is gated else 1)
-
-
-@pytest.mark.remat
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("function", [gated, ungated])
-def test_blocks(function, around):
+@each_pair("function around options", [gated, ungated], [*AROUND], [*OPTIONS])
+def test_blocks(function, around, options):
     """A block saves the operands of its matmuls, and the arrays that a policy selects.
 
-    It saves no elementwise result.
+    It saves no elementwise result. This also holds inside `jax.jit`.
     """
+    call = functools.partial(function, OPTIONS[options])
 
     def block(x, w_gate, w_up, weight, bias):
         gate, up = checkpoint_name(x @ w_gate, "gate"), checkpoint_name(x @ w_up, "up")
-        return x + function({}, gate, up, weight, bias)
+        return x + call(gate, up, weight, bias)
 
     x = jnp.ones((4, WIDTH))
     weights = [jnp.ones((WIDTH, INNER))] * 2 + [jnp.ones((INNER, WIDTH)), jnp.ones(WIDTH)]
     number = 2 if function is gated else 1
-    expected = {"nothing": number, "dots": number, "names": number}.get(around, 0)
+    expected = {"nothing": number, "jit": number, "dots": number, "names": number}.get(around, 0)
     kept = made(AROUND[around](block), x, *weights)
     assert kept.count((4, INNER)) == expected
     assert not [shape for shape in kept if shape not in ((4, INNER), (4, WIDTH))]
     # The policy "dots" saves the results of matmuls. It also finds the matmul inside `function`.
     assert kept.count((4, WIDTH)) <= (around == "dots")
+    assert made(call, *arrays_of()) == []
 
 
 def scan(block, x, parameters):

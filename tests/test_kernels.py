@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import memcheck
 import numpy as np
 import pytest
-import reference
 import refused
+import test_softmax
 import triton_programs
 from loss_cases import CrossEntropy
 from norms import check, normal
@@ -49,7 +49,8 @@ def check_call(kernels, function, rows, cols, mix, save, seed=0):
     """Check the values and gradients of a softmax or a norm. Only a norm uses `save`."""
     x_dtype, y_dtype = mix
     if "softmax" in function:
-        check_softmax(kernels, function, rows, cols, x_dtype, y_dtype, seed)
+        x, d = normal((rows, cols), x_dtype, seed, 3.0), normal((rows, cols), y_dtype, seed + 1)
+        test_softmax.check(function, x, d, implementation=kernels)
         return
     subtract_mean = function == "layer_norm"
     check(
@@ -61,24 +62,6 @@ def check_call(kernels, function, rows, cols, mix, save, seed=0):
         implementation=kernels,
         y_dtype=y_dtype,
     )
-
-
-def check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed):
-    function = getattr(jaxnorm, name)
-    x = normal((rows, cols), x_dtype, seed, scale=3.0)
-    d = normal((rows, cols), y_dtype, seed + 1)
-    y, vjp = jax.vjp(lambda x: function(x, dtype=y_dtype, implementation=kernels), x)
-    u = reference.arithmetic(x_dtype, y_dtype)
-    y_ref = getattr(reference, name)(exact(x), -1)
-    y_bound = getattr(reference, f"{name}_bound")(exact(x), y_ref, -1, y_dtype, u)
-    # For 16-bit types, exp(t) is computed as exp2(t * log2(e)). This adds a relative error of up to
-    # 2^-17. The error is largest for the smallest results.
-    y_bound = y_bound + (2.0**-17 * np.abs(y_ref) if jnp.dtype(y_dtype).itemsize == 2 else 0)
-    assert_within(y, y_ref, y_bound)
-    gradient = getattr(reference, f"{name}_gradient")(y_ref, exact(d), -1)
-    bound = getattr(reference, f"{name}_gradient_bound")
-    of_dx = bound(y_ref, exact(d), -1, y_bound, x_dtype, y_dtype, u)
-    assert_within(vjp(d)[0], gradient, of_dx)
 
 
 @refused.expect(refused.LONG)

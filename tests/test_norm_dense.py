@@ -102,15 +102,6 @@ def test_residuals_and_activations(dtype):
     params = variables["params"]
     assert_same_results(lambda: module(params, x), lambda: composed(params, x))
 
-    def gradients(f):
-        def loss(params, x):
-            y, h = f(params, x)
-            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(h))
-
-        return jax.jit(jax.grad(loss, (0, 1)))(variables["params"], x)
-
-    assert_same_results(lambda: gradients(module), lambda: gradients(composed))
-
 
 def test_converted_models_keep_it():
     model = nnx.List([jaxnorm.nnx.RMSNormDense(16, 24, rngs=nnx.Rngs(0))])

@@ -125,7 +125,7 @@ def gated_linear(
       'bfloat16'
     """
     return _linear_of(
-        "gated_linear", gate, up, weight, bias, activation, dtype, product, out_sharding
+        "gated_linear", (gate, up), weight, bias, activation, dtype, product, out_sharding
     )
 
 
@@ -169,14 +169,13 @@ def activation_linear(
       (8, 64)
     """
     return _linear_of(
-        "activation_linear", x, None, weight, bias, activation, dtype, product, out_sharding
+        "activation_linear", (x,), weight, bias, activation, dtype, product, out_sharding
     )
 
 
 def _linear_of(
     function: Function,
-    x: ArrayLike,
-    up: ArrayLike | None,
+    given: tuple[ArrayLike, ...],
     weight: Any,
     bias: ArrayLike | None,
     activation: ElementwiseFunction,
@@ -185,7 +184,7 @@ def _linear_of(
     out_sharding: Sharding | None,
 ) -> jax.Array:
     names = _OPERANDS[function]
-    rows = [checks.float_array(function, name, a) for name, a in zip(names, (x, up))]
+    rows = [checks.float_array(function, name, a) for name, a in zip(names, given)]
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
     shape = rows[0].shape
@@ -196,8 +195,6 @@ def _linear_of(
     if product is None:
         also = ", or give product= another product"
         checks.weight(function, weights[0].shape, shape, of=names[0], also=also)
-        if bias is not None:
-            _check_bias(function, bias, weights[0].shape[1:])
     _check_sharding(function, product, out_sharding)
     f = _elementwise(function, activation)
 
@@ -372,15 +369,13 @@ def _check_sharding(
         )
 
 
-def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) -> None:
-    """Raise ValueError unless bias has one number for each column of the matmul's result."""
-    why = "a number for each column of the product"
-    checks.same_shape(function, "bias", bias.shape, features, why)
-
-
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
-    """Cast bias to y's dtype, and give it leading axes of size 1, so that it broadcasts to y."""
-    _check_bias(function, bias, y.shape[-1:])
+    """Cast bias to y's dtype, and give it leading axes of size 1, so that it broadcasts to y.
+
+    Raise ValueError unless bias has one number for each column of the matmul's result y.
+    """
+    why = "a number for each column of the product"
+    checks.same_shape(function, "bias", bias.shape, y.shape[-1:], why)
     return jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
 
 

@@ -217,8 +217,7 @@ def layer_norm(
         epsilon=epsilon, scale_offset=scale_offset, saved=save, activation=activation
     )
     operands = {"scale": scale, "bias": bias}
-    (y,) = normalise("layer_norm", options, x, operands, axis, dtype, implementation)
-    return y
+    return normalise("layer_norm", options, x, operands, axis, dtype, implementation)[0]
 
 
 @eager.compiled("x", "scale", "bias")
@@ -279,8 +278,7 @@ def rms_norm(
         epsilon=epsilon, scale_offset=scale_offset, saved=save, activation=activation
     )
     operands = {"scale": scale, "bias": bias}
-    (y,) = normalise("rms_norm", options, x, operands, axis, dtype, implementation)
-    return y
+    return normalise("rms_norm", options, x, operands, axis, dtype, implementation)[0]
 
 
 @eager.compiled("x", "residual", "scale", "bias", "gate")
@@ -435,8 +433,7 @@ def rms_norm_add(
     """
     options = NormOptions(epsilon=epsilon, scale_offset=scale_offset, saved="input")
     operands = {"residual": residual, "scale": scale}
-    (y,) = normalise("rms_norm_add", options, x, operands, axis, None, implementation)
-    return y
+    return normalise("rms_norm_add", options, x, operands, axis, None, implementation)[0]
 
 
 @eager.compiled("x", "residual", "scale", "next_scale")
@@ -566,5 +563,4 @@ def rms_norm_gated(
         norm_before_gate=checks.flag(_GATED, "norm_before_gate", norm_before_gate),
     )
     operands = {"gate": gate, "scale": scale}
-    (y,) = normalise(_GATED, options, x, operands, -1, dtype, implementation)
-    return y
+    return normalise(_GATED, options, x, operands, -1, dtype, implementation)[0]

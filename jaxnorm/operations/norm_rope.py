@@ -133,18 +133,18 @@ def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]
     broadcasts = 0 < len(cos) <= len(x) and all(
         size in (1, whole) for size, whole in zip(cos[-2::-1], rows[::-1])
     )
-    if cos == sin and broadcasts and 2 * cos[-1] <= x[-1]:
-        return
-    if cos == sin and broadcasts:
+    if cos != sin or not broadcasts:
+        expected = ", ".join(map(str, rows))
+        raise ValueError(
+            f"{_FUNCTION}: cos has shape {cos} and sin {sin}, and x {x}; expected one shape that "
+            f"broadcasts to ({expected}{', ' * bool(rows)}r / 2) with r up to {x[-1]}; give an "
+            "axis of x that shares them the size 1, as in (length, 1, r / 2) for x (batch, "
+            "length, heads, d)"
+        )
+    if 2 * cos[-1] > x[-1]:
         raise ValueError(
             f"{_FUNCTION}: cos and sin have shape {cos}; expected one column for each pair of "
             f"columns of x {x}, {x[-1] // 2} at most; if the tables hold each angle twice, as "
             "Hugging Face's do, pass their first half, cos[..., : cos.shape[-1] // 2], or "
             "cos[..., ::2] if equal angles are neighbours"
         )
-    expected = ", ".join(map(str, rows))
-    raise ValueError(
-        f"{_FUNCTION}: cos has shape {cos} and sin {sin}, and x {x}; expected one shape that "
-        f"broadcasts to ({expected}{', ' * bool(rows)}r / 2) with r up to {x[-1]}; give an axis of "
-        "x that shares them the size 1, as in (length, 1, r / 2) for x (batch, length, heads, d)"
-    )
