@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -102,12 +101,10 @@ def test_all_compile_at_once_and_measure_alone(started, tmp_path):
         assert name != "measured" or other_end <= begin or end <= other_begin
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_failure_costs_one_cell(started, workers):
-    doing = ["", "dies when prepared", "", "dies when measured", "", "is lost when prepared"]
-    doing += ["", "is lost when measured", "hangs when measured", ""]
+def test_a_failure_costs_one_cell(started):
+    doing = ["", "dies when prepared", "is lost when measured", "", "hangs when measured"]
     doing += ["misses when prepared", "lacks memory when measured", ""]
-    outcomes = list(processes.outcomes("jax", KERNELS, cells_of(doing), workers=workers, limit_s=4))
+    outcomes = list(processes.outcomes("jax", KERNELS, cells_of(doing), workers=2, limit_s=4))
     got = {o.cell.cols: o for o in outcomes}
     assert len(outcomes) == len(got) == len(doing)
     statuses = {
@@ -120,15 +117,4 @@ def test_a_failure_costs_one_cell(started, workers):
     for n, what in enumerate(doing):
         assert got[n].status == (statuses[what.split()[0]] if what else "ok")
         assert got[n].figures == ({} if what else {"us": n})
-    assert all(process.poll() is not None for process in started)
-
-
-def test_an_interrupted_run_leaves_no_process(started):
-    cells = cells_of(["", "", *["hangs when measured"] * 2])
-    several = processes.outcomes("jax", KERNELS, cells, workers=2)
-    assert next(several).status == "ok"
-    start = time.monotonic()
-    several.close()  # One worker is measuring, and the other waits.
-    assert time.monotonic() - start < 30
-    assert 1 <= len(started) <= 2
     assert all(process.poll() is not None for process in started)
