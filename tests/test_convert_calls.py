@@ -1,6 +1,5 @@
 """``calls=``, with which the three `convert` functions convert custom norm classes."""
 
-import logging
 import pickle
 
 import equinox as eqx
@@ -262,37 +261,6 @@ def test_classes_that_are_not_found_and_classes_that_are_left(library, caplog):
     assert message_of(caplog) == (
         f"jaxnorm.{library.function}: norms of other classes are left as they are: "
         f"{kind.__name__} (1). To convert such classes, pass calls={{{kind.__name__}: function}}"
-    )
-
-
-class LinearNorm(nn.Module):
-    """A module whose name ends in "Norm", but which is a linear layer."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x @ self.param("w", nn.initializers.ones, (WIDTH, WIDTH, WIDTH))[0]
-
-
-class PreNorm(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(WIDTH)(nn.LayerNorm()(x))
-
-
-def test_only_norms_are_named(caplog):
-    with jaxnorm.linen.converted():
-        nn.Sequential([PreNorm(), LinearNorm()]).init(jax.random.key(0), jnp.ones((2, WIDTH)))
-    assert not caplog.records
-
-
-def test_layers_share_an_entry_of_the_log(caplog):
-    """If nothing is wrong, the line has the level INFO, and one entry for each kind of module."""
-    layers = nnx.List([nnx.Dict(norm=NnxNorm(nnx.Rngs(0))) for _ in range(12)])
-    jaxnorm.nnx.convert(layers, calls={NnxNorm: of_nnx})
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert record.getMessage() == (
-        "jaxnorm.nnx.convert: 12 modules call functions of calls: *.norm (NnxNorm, 12 times)"
     )
 
 
