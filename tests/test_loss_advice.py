@@ -527,17 +527,3 @@ def test_a_report_inside_a_traced_function():
     whole = lambda x, weight, labels: of_optax(x @ weight, labels)  # noqa: E731
     jax.eval_shape(lambda: reports.append(report_of(whole, *operands("float32", "float32"))))
     assert functions_of(reports[0]) == {NAME}
-
-
-def test_the_line_is_the_user_s():
-    x, weight = operands("bfloat16", "bfloat16")
-
-    def loss(x, weight, labels):
-        return of_optax((x @ weight).astype(jnp.float32), labels)
-
-    row, *_ = told(memory_report(loss, x, weight, LABELS))
-    assert row.source.startswith("test_loss_advice.py:")
-    assert row.source.endswith("(hard)")
-    text = str(memory_report(loss, x, weight, LABELS))
-    assert f"{NAME} saves" in text
-    assert max(map(len, text.splitlines())) <= 100
