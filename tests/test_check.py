@@ -124,17 +124,6 @@ def test_weights_of_norms_and_of_others(tree):
     assert sorted(names(tree)) == LLAMA_S_NORMS
 
 
-def test_a_weight_is_judged_as_a_scale_is():
-    scale, bias = jnp.ones(8).at[2].set(0), jnp.ones(8)
-    (of_scale,) = jaxnorm.check_params({"ln": {"scale": scale, "bias": bias}}, jnp.bfloat16)
-    (of_weight,) = jaxnorm.check_params({"ln": {"weight": scale, "bias": bias}}, jnp.bfloat16)
-    assert of_scale == of_weight
-    assert of_weight.verdict == 'save="input" advised'
-    for offset in (0.0, 1.0):
-        stored = {"norm": {"weight": 0 * bias}}
-        assert jaxnorm.check_params(stored, jnp.float16, scale_offset=offset).safe == bool(offset)
-
-
 @pytest.mark.parametrize(
     ("name", "is_a_norm_s"),
     [
@@ -165,6 +154,9 @@ def test_norm_classes_of_models_own():
         "q_norm": 'save="input" advised',
         "input_layernorm": "safe",
     }
+    offset = {"norm": {"weight": np.zeros(8)}}
+    assert not jaxnorm.check_params(offset, "float16").safe
+    assert jaxnorm.check_params(offset, "float16", scale_offset=1.0).safe
     for names in ("g", ["g"]):
         paths = {norm.path for norm in jaxnorm.check_params(tree, "bfloat16", scale_names=names)}
         assert paths == {"q_norm", "input_layernorm", "mlp", "norm"}
