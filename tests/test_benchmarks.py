@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -12,15 +10,15 @@ import pytest
 from program_error import assert_computes
 from reference import SAFETY, assert_within, exact, unit_roundoff
 
-from benchmarks import against_plain, calls, jax_side, providers, results, run, tables
+from benchmarks import against_plain, jax_side, providers, results, run, tables
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.losses import CROSS_ENTROPIES, LOSSES, LossWorkload
 from benchmarks.processes import Outcome
 from benchmarks.providers import LINEAR_LOSSES, NORMS, PROVIDERS
 from benchmarks.providers.jnp_functions import layer_norm, rms_norm
-from benchmarks.results import ROOT, Table
-from benchmarks.suites import SUITES, Selection, ShapedCell, TimedCell
-from benchmarks.workloads import GRID, OPERATIONS, Workload
+from benchmarks.results import Table
+from benchmarks.suites import SUITES, ShapedCell, TimedCell
+from benchmarks.workloads import OPERATIONS, Workload
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -49,15 +47,6 @@ KERNELS = SUITES["kernels"]
 )
 def test_bytes(workload, size):
     assert workload.bytes == size
-
-
-def test_cells_of_suites():
-    for suite in SUITES.values():
-        cells = list(suite.cells(Selection()))
-        assert len(cells) == len(set(cells)) > 0
-    # 4 operations have two dtypes each, and the 2 norms also have mixed dtypes.
-    xla = list(KERNELS.cells(Selection(providers=["xla"])))
-    assert len(xla) == len({*itertools.chain(*GRID.values())}) * 2 * (4 * 2 + 2)
 
 
 def asked(arguments):
@@ -227,15 +216,6 @@ def test_a_run_on_the_cpu(suite, arguments, count, tmp_path, capfd):
     assert rows == Table(tmp_path, SUITES[suite]).rows()
 
 
-def test_neither_side_is_needed_to_plan():
-    """The parent process imports neither JAX nor torch, so it takes no GPU memory."""
-    program = "import sys, benchmarks.run; print([m for m in ('jax', 'torch') if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 # Tables.
 
 
@@ -260,8 +240,8 @@ def test_a_ratio_is_above_1_where_jaxnorm_is_faster(tmp_path):
     ]
 
 
-def test_against_plain_jax(monkeypatch, capsys):
-    """All variants of a case compute the same, and the table has a ratio for each direction."""
+def test_against_plain_jax():
+    """All variants of a case return arrays of the same shapes and dtypes."""
     cases = {
         **against_plain._norms("float32", 8, 32),
         **against_plain._activations(8, 16, 32),
@@ -273,12 +253,3 @@ def test_against_plain_jax(monkeypatch, capsys):
         shapes = (jax.eval_shape(f, *rows, *parameters) for f in case.variants.values())
         plain, *others = ([(a.shape, a.dtype) for a in jax.tree.leaves(each)] for each in shapes)
         assert others == [plain] * len(others)
-    norm = next(n for n in cases if n.startswith("layer_norm"))
-    monkeypatch.setattr(against_plain, "cases", lambda: cases)
-    monkeypatch.setattr(calls, "REPEATS", 1)
-    monkeypatch.setattr(sys, "argv", ["against_plain", norm])
-    against_plain.main()
-    text = capsys.readouterr().out.split("\n\n")[1].splitlines()
-    assert text[0] == norm
-    assert text[3].split(" | ").count("1.00") == 6
-    assert text[4:]

@@ -35,14 +35,14 @@ def test_finds_norms_only_and_judges_each():
     assert final.verdict == 'save="input" advised'
     assert not report.safe
     assert jaxnorm.check_params(params(), jnp.float32).safe
-
-
-def test_prints_a_table():
-    lines = str(jaxnorm.check_params(params(), jnp.bfloat16)).splitlines()
+    lines = str(report).splitlines()
     assert lines[0].split("  ")[0] == "norm"
     assert [line.split()[0] for line in lines[1:]] == ["block/norm1", "block/norm2", "final"]
     assert lines[3].endswith('save="input" advised')
-    assert str(jaxnorm.check_params({"a": jnp.ones(3)}, "float32")).startswith("no norm found")
+    for stored in ({}, {"kernel": jnp.ones((3, 3))}, {"head": {"weight": jnp.ones((3, 4))}}):
+        nothing = jaxnorm.check_params(stored, jnp.bfloat16)
+        assert (len(nothing), nothing.safe) == (0, False)
+        assert str(nothing).startswith("no norm found")
 
 
 def test_float16_degrades_below_its_normal_numbers():
@@ -73,13 +73,6 @@ def test_models_of_flax():
         assert (norm.path, norm.max_bias_ratio) == ("norm", 3.0)
 
 
-def test_no_norm_is_not_safe():
-    for stored in ({}, {"kernel": jnp.ones((3, 3))}, {"head": {"weight": jnp.ones((3, 4))}}):
-        report = jaxnorm.check_params(stored, jnp.bfloat16)
-        assert len(report) == 0
-        assert not report.safe
-
-
 def names(stored):
     return [norm.path for norm in jaxnorm.check_params(stored, jnp.bfloat16)]
 
@@ -102,15 +95,6 @@ LLAMA_S_NORMS = [
 ]
 
 
-def joined(separator):
-    """Return a flat dict from joined names to arrays, as in a PyTorch state dictionary."""
-    return {
-        f"{module}.{name}".replace(".", separator): jnp.ones(shape)
-        for module, parameters in LLAMA.items()
-        for name, shape in parameters.items()
-    }
-
-
 def nested(batch=()):
     tree = {}
     for module, parameters in LLAMA.items():
@@ -121,30 +105,23 @@ def nested(batch=()):
     return tree
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=["a layer", "stacked", "twice"])
-def test_weights_of_norms_and_of_others(batch):
+def joined(separator):
+    """Return a flat dict from joined names to arrays, as in a PyTorch state dictionary."""
+    return {
+        f"{module}.{name}".replace(".", separator): jnp.ones(shape)
+        for module, parameters in LLAMA.items()
+        for name, shape in parameters.items()
+    }
+
+
+@pytest.mark.parametrize("tree", [*map(nested, [(), (3,), (2, 3)]), joined("."), joined("/")])
+def test_weights_of_norms_and_of_others(tree):
     """Norms are recognised in a tree that also has other layers, whether layers are stacked or not.
 
     In a single layer, a weight that is a vector belongs to a norm. In stacked layers, the shape of
     the bias or the module's name decides.
     """
-    assert names(nested(batch)) == LLAMA_S_NORMS
-
-
-@pytest.mark.parametrize("separator", [".", "/"])
-def test_names_that_are_joined(separator):
-    assert sorted(names(joined(separator))) == LLAMA_S_NORMS
-
-
-def test_a_weight_is_judged_as_a_scale_is():
-    scale, bias = jnp.ones(8).at[2].set(0), jnp.ones(8)
-    (of_scale,) = jaxnorm.check_params({"ln": {"scale": scale, "bias": bias}}, jnp.bfloat16)
-    (of_weight,) = jaxnorm.check_params({"ln": {"weight": scale, "bias": bias}}, jnp.bfloat16)
-    assert of_scale == of_weight
-    assert of_weight.verdict == 'save="input" advised'
-    for offset in (0.0, 1.0):
-        stored = {"norm": {"weight": 0 * bias}}
-        assert jaxnorm.check_params(stored, jnp.float16, scale_offset=offset).safe == bool(offset)
+    assert sorted(names(tree)) == LLAMA_S_NORMS
 
 
 @pytest.mark.parametrize(
@@ -177,6 +154,9 @@ def test_norm_classes_of_models_own():
         "q_norm": 'save="input" advised',
         "input_layernorm": "safe",
     }
+    offset = {"norm": {"weight": np.zeros(8)}}
+    assert not jaxnorm.check_params(offset, "float16").safe
+    assert jaxnorm.check_params(offset, "float16", scale_offset=1.0).safe
     for names in ("g", ["g"]):
         paths = {norm.path for norm in jaxnorm.check_params(tree, "bfloat16", scale_names=names)}
         assert paths == {"q_norm", "input_layernorm", "mlp", "norm"}

@@ -149,23 +149,6 @@ def test_norms_that_params_lack_are_named(caplog):
     )
 
 
-def test_calls_of_what_is_compiled_are_no_reason_to_say_so(caplog):
-    model, x = TwoNorms(), normal((6, 16))
-    variables = model.init(jax.random.key(0), x)
-    apply = jax.jit(model.apply)
-    for _ in range(2):
-        with jaxnorm.linen.converted():
-            apply(variables, x)
-    with jaxnorm.linen.converted(save="input"), jaxnorm.linen.converted():
-        apply(variables, x)
-    with jaxnorm.linen.converted(), jaxnorm.linen.converted():
-        assert saves(lambda v, x: TwoNorms().apply(v, x), variables, x) == ["output"] * 2
-    own = jaxnorm.linen.RMSNorm()
-    with jaxnorm.linen.converted(implementation="xla"):
-        own.init(jax.random.key(0), x)
-    assert not caplog.records
-
-
 class Scale(nn.Module):
     @nn.compact
     def __call__(self, x):

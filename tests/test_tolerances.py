@@ -18,7 +18,6 @@ TOLERANCES = {"rtol", "atol", "rel", "abs", "tolerance"}
 EXCEPTIONS = {
     "advice_cases.py": "advice promises its bytes to within 10 %",
     "test_memory_report.py": "advice promises its bytes to within 10 %; JAX prints rounded sizes",
-    "test_memory_report_models.py": "advice promises its bytes to within 10 %",
     "test_memory_report_meshes.py": "a device has its part, but for small arrays",
     "test_multigpu.py": "the final losses of two trainings, which drift apart",
 }

@@ -132,11 +132,11 @@ class _Search:
         before, above, below = plain, auto, _Trial(None, math.nan, least)
         if auto.memory <= self._limit:
             above, below = plain, auto
-        while len(self._memories) < _TRIALS:
+        for left in reversed(range(_TRIALS - len(self._memories))):
             if below.compiled is not None:
                 share = (self._limit - below.memory) / (above.memory - below.memory)
                 target = below.point.bytes + share * (above.point.bytes - below.point.bytes)
-            elif len(self._memories) == _TRIALS - 1:
+            elif left == 0:
                 target = least.bytes
             else:
                 target = above.point.bytes - (above.memory - self._limit) / _slope(before, above)
@@ -145,7 +145,7 @@ class _Search:
             if point.cuts in tried:
                 # A program that saves more bytes may nevertheless need less memory in total.
                 point = cuts.between(survey.graphs, above.point, below.point)
-            if point is None or point.cuts in tried:
+            if point is None:
                 break
             tried.append(point.cuts)
             trial = _Trial(*self._compiled(_priced(survey.pricing(point))), point)
