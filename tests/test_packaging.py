@@ -137,6 +137,6 @@ def test_import_costs_no_extra():
     """Importing jaxnorm imports neither Flax nor a kernel backend."""
     program = "import jaxnorm, sys; print([m for m in sys.modules if m.startswith(('flax', "
     program += "'jax.experimental.pallas', 'jaxnorm_kernels.'))])"
-    names = ("launching", "operations", "specs", "implementation")
+    names = ("launching", "broadcasts", "operations", "specs", "implementation")
     contract = [f"jaxnorm_kernels.{name}" for name in names]
     assert run(sys.executable, "-c", program) == f"{contract}\n"
