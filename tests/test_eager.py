@@ -1,6 +1,7 @@
 """Calls outside of `jax.jit`, and the cost of importing the library."""
 
 import operator
+import os
 import subprocess
 import sys
 import timeit
@@ -266,20 +267,34 @@ def test_a_nan_in_a_second_derivative():
         jax.jvp(gradient, (x,), (x.at[0, 0].set(jnp.nan),))
 
 
-@pytest.mark.parametrize(
-    ("module", "absent"),
-    [
-        ("jaxnorm", ("flax", "jaxnorm_kernels.mosaic", "jaxnorm_kernels.triton")),
-        ("jaxnorm.linen", ("flax.nnx", "jaxnorm_kernels.mosaic", "jaxnorm_kernels.triton")),
-        ("jaxnorm.nnx", ("jaxnorm_kernels.mosaic", "jaxnorm_kernels.triton")),
-    ],
+NO_KERNELS = ("jaxnorm_kernels.mosaic", "jaxnorm_kernels.triton", "jax.experimental.pallas")
+A_CALL = (
+    "import jax, jaxnorm\njax.grad(lambda x: jaxnorm.rms_norm(x).sum())(jax.numpy.ones((8, 16)))"
 )
-def test_what_an_import_brings(module, absent):
-    """Importing a module imports only the Flax API (linen or nnx) that it needs, and no kernels."""
-    program = (
-        f"import sys\nbefore = set(sys.modules)\nimport {module}\nprint(*set(sys.modules) - before)"
-    )
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("import jaxnorm", ("flax", "jaxnorm_kernels.xla")),
+        ("import jaxnorm.linen", ("flax.nnx",)),
+        ("import jaxnorm.nnx", ()),
+        (A_CALL, ("flax",)),
+    ],
+    ids=["jaxnorm", "linen", "nnx", "a call"],
+)
+def test_what_an_import_brings(program, absent):
+    """Importing a module imports only the Flax API (linen or nnx) that it needs, and no kernels.
+
+    A call on a CPU imports no kernels either.
+    """
+    program = f"import sys\nbefore = set(sys.modules)\n{program}\nprint(*set(sys.modules) - before)"
     run = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
-    assert not set(absent) & set(run.stdout.split())
+    assert not {*absent, *NO_KERNELS} & {*run.stdout.split()}
