@@ -108,7 +108,7 @@ WAYS = {
     "auto-explicit": Way({"data": (4, "Auto"), "model": (2, "Explicit")}, jax.jit, False),
     "outside of jit": Way(EIGHT, lambda f: f, True, has_gradients=False),
     "without jit": Way(EIGHT, without_jit, has_gradients=False),
-    # XLA cannot split kernels, so its code runs here, too.
+    # XLA's code runs, because XLA cannot split kernels.
     "auto_axes": Way(EIGHT, lambda f: jax.jit(jax.sharding.auto_axes(f, out_sharding=P()))),
     # A nested `jax.shard_map` over the Explicit axis before a Manual axis would abort the process.
     "before a manual axis": Way(WITH_EACH_KIND, inside_last_axis),
