@@ -497,7 +497,7 @@ def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callab
     return lambda *floats: function(*floats, *others)
 
 
-def step_of(name: str) -> Callable[..., Any]:
+def step_of(name: str, **options: Any) -> Callable[..., Any]:
     """Return a function that computes the results of function `name` and its gradients.
 
     The gradients are those with respect to all float operands. The cotangents are the cosines of
@@ -506,7 +506,8 @@ def step_of(name: str) -> Callable[..., Any]:
 
     def step(*operands):
         floats = [operands[i] for i in floats_in(operands)]
-        y, pullback = jax.vjp(of_floats(FUNCTIONS[name].ours, operands), *floats)
+        function = functools.partial(FUNCTIONS[name].ours, **options)
+        y, pullback = jax.vjp(of_floats(function, operands), *floats)
         return jax.tree.leaves(y), list(pullback(jax.tree.map(jnp.cos, y)))
 
     return step

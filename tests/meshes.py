@@ -1,28 +1,34 @@
 """Helpers for tests on meshes: shardings, operands, and the collectives of compiled programs."""
 
 import dataclasses
-import functools
 import math
 import re
 
 import hlo
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from functions import floats_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from program_error import analyse, assert_analysed
+from stand_in import Kernels, as_default
 
-import jaxnorm
-from jaxnorm_kernels import operations
-from jaxnorm_kernels.operations import OPERATIONS
-
-SHAPE = (8, 16, 64)
-FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
 KINDS = ["auto", "explicit", "manual"]
 #: The mark of tests that need the eight virtual devices that the CPU has in tests.
 eight_devices = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+
+
+@pytest.fixture(name="kernels", params=["xla", "kernel"])
+def which_kernels(request):
+    """Set the default implementation: XLA's code, or the stand-in `Kernels`.
+
+    The fixture's value is the `Kernels` object, or None for XLA's code.
+    """
+    if request.param == "xla":
+        yield None
+        return
+    with as_default(Kernels()) as module:
+        yield module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,33 +39,6 @@ class Case:
     mesh: dict[str, int]
     x: P
     params: P = dataclasses.field(default=P())
-
-    @property
-    def shards(self):
-        return math.prod(self.mesh[a] for a in jax.tree.leaves(tuple(self.x)))
-
-
-def step(name, save="output", **options):
-    """Return a function of (cotangent, x, *params) that computes `name` and its gradients."""
-
-    def function(x, *params):
-        if OPERATIONS[operations.FUNCTIONS[name].op].family == "softmax":
-            return getattr(jaxnorm, name)(x, **options)
-        return getattr(jaxnorm, name)(x, *params, save=save, **options)
-
-    def run(d, *operands):
-        y, vjp = jax.vjp(function, *operands)
-        return y, *vjp(d)
-
-    return run
-
-
-def operands(name, shape=SHAPE, dtype="float32"):
-    """Return the cotangent, x and the parameters (scale, bias) of a function."""
-    rng = np.random.default_rng(0)
-    params = {"rms_norm": 1, "layer_norm": 2}.get(name, 0)
-    x, d = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
-    return d, x, *(jnp.asarray(rng.normal(size=shape[-1:]), jnp.float32) for _ in range(params))
 
 
 def mesh_of(case, kind):
@@ -78,26 +57,19 @@ def in_shards(arrays, mesh, specs):
     return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
 
 
-def on_mesh(function, arrays, case, kind):
-    """Compile a function for the mesh of a case. Return the program and its sharded operands.
+def on_mesh(step, operands, specs, mesh, kind):
+    """Compile a step of `functions.step_of` for a mesh. Return the program and its operands.
 
-    Results with x's shape are sharded like x.
+    On Manual axes, each shard has whole parameters, that is, whole operands with a single axis.
     """
-    mesh = mesh_of(case, kind)
-    are_arrays = [a.shape == arrays[1].shape for a in arrays]
-    specs = [case.x if is_array else case.params for is_array in are_arrays]
     if kind == "manual":
-        shapes = jax.tree.leaves(jax.eval_shape(function, *arrays))
-        out_specs = [case.x if a.shape == arrays[1].shape else P() for a in shapes]
-        inner = function
-
-        def run(*shards):
-            return jax.tree.leaves(inner(*shards))
-
-        specs = [case.x if is_array else P() for is_array in are_arrays]
-        function = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs)
-    sharded = in_shards(arrays, mesh, specs)
-    return jax.jit(function).lower(*sharded).compile(), sharded
+        specs = [P() if a.ndim == 1 else s for a, s in zip(operands, specs)]
+        results, _ = jax.eval_shape(step, *operands)
+        of_results = [P(*specs[0][: a.ndim]) for a in results]
+        outs = of_results, [specs[i] for i in floats_in(operands)]
+        step = jax.shard_map(step, mesh=mesh, in_specs=tuple(specs), out_specs=outs)
+    sharded = in_shards(operands, mesh, specs)
+    return jax.jit(step).lower(*sharded).compile(), sharded
 
 
 def collectives(compiled):
@@ -106,18 +78,3 @@ def collectives(compiled):
     for each in hlo.collectives(compiled.as_text(), len(jax.devices())):
         found.setdefault(each.name, []).append(re.search(r"\[([\d,]*)\]", each.array)[1])
     return found
-
-
-@functools.cache
-def expected_of(name, save, shape):
-    """Return the results of `step` on one device, each with a bound on its rounding error."""
-    return analyse(step(name, save), *operands(name, shape))
-
-
-def check_values(compiled, sharded, name, save="output"):
-    """Assert that a program on several devices has the same results as `step` on one device.
-
-    The program, `compiled`, is `step` compiled for a mesh. It runs on the operands `sharded`, which
-    are split over the mesh. The results may differ by the bounds that `expected_of` returns.
-    """
-    assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

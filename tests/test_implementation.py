@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from program_error import analyse, assert_analysed, assert_computes
+from program_error import assert_computes
 from specs import build_spec
 
 import jaxnorm
@@ -141,28 +141,6 @@ def test_third_derivatives_are_those_of_the_twin(stub):
     t = jnp.float32(0.5)
     for implementation in ("stub", None):
         assert_computes(cubic(implementation)(t), cubic("xla"), t)
-
-
-@pytest.mark.parametrize("save", ["output", "input"])
-def test_gradients_under_vmap(stub, save):
-    """Under `jax.vmap` of a gradient, the gradient of a shared scale has a batch axis."""
-    stub()
-    x, scale = jnp.stack([X, 2 * X]), jnp.arange(1.0, 9.0)
-
-    def grads(implementation):
-        def loss(x, scale):
-            y = jaxnorm.rms_norm(x, scale, save=save, implementation=implementation)
-            return jnp.sum(jnp.arange(8.0) * y)
-
-        return jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))(x, scale)
-
-    # The stand-in adds a constant to its output. If the norm saves its output, the backward reads
-    # it, and the constant changes the gradient. So only shapes are compared then.
-    expected = analyse(lambda: grads("xla"))
-    for ours, theirs in zip(grads("stub"), expected):
-        assert ours.shape == theirs.value.shape
-        if save == "input":
-            assert_analysed(ours, theirs)
 
 
 def test_implementation_for(stub):

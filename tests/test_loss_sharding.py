@@ -10,9 +10,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import mixture
 from loss_cases import operands
-from meshes import Case, collectives, eight_devices, in_shards, mesh_of
+from meshes import (
+    Case,
+    collectives,
+    eight_devices,
+    in_shards,
+    mesh_of,
+    which_kernels,  # noqa: F401
+)
 from program_error import analyse, assert_analysed
-from test_sharding import which_kernels  # noqa: F401
 
 import jaxnorm
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy

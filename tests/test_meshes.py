@@ -1,8 +1,8 @@
 """All functions of rows on meshes: values, gradients, shardings, and exchanged arrays.
 
 The mesh has eight virtual CPU devices. A shard runs XLA's code or a stand-in for a kernel. XLA's
-partitioner cannot split the stand-in, just as it cannot split a kernel. Linear layers and their
-losses are in `test_linear_meshes`.
+partitioner cannot split the stand-in, just as it cannot split a kernel. `test_set_mesh` tests all
+functions inside `jax.set_mesh`. Linear layers and their losses are in `test_linear_meshes`.
 """
 
 import contextlib
@@ -15,12 +15,24 @@ import jax.numpy as jnp
 import pytest
 from functions import FUNCTIONS, Sizes, floats_in, gradients, of_floats, operands_of, step_of
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, Case, collectives, eight_devices, in_shards, mesh_of
+from meshes import (
+    KINDS,
+    Case,
+    collectives,
+    eight_devices,
+    in_shards,
+    mesh_of,
+    on_mesh,
+    which_kernels,  # noqa: F401
+)
 from pairs import pairwise
-from program_error import analyse, assert_analysed
+from program_error import analyse, assert_analysed, assert_computes
 from stand_in import Kernels, as_default
 
+import jaxnorm
+
 pytestmark = [pytest.mark.oldest_jax, eight_devices, pytest.mark.usefixtures("quick_to_compile")]
+of_kinds = pytest.mark.parametrize("kind", ["auto", "explicit"])
 
 MESH = {"data": 4, "model": 2}
 SIZES = Sizes((8, 4), 64, 64)
@@ -91,19 +103,10 @@ def on_one_device(name):
     return analyse(step_of(name), *operands_of(name, sizes=SIZES))
 
 
-def on_mesh(step, name, layout, kind):
-    """Return the compiled step on a mesh, its operands, and the sharding that results must have."""
+def in_layout(step, name, layout, kind):
+    """Return the compiled step of a function on a mesh, and its operands."""
     operands, specs = operands_of(name, sizes=SIZES), specs_of(name, layout)
-    mesh = mesh_of(Case("", MESH, P()), kind)
-    if kind == "manual":
-        # In `jax.shard_map`, each shard has whole parameters.
-        specs = [P() if s == layout.params else s for s in specs]
-        results, _ = jax.eval_shape(step, *operands)
-        by_rank = {3: specs[0], 2: P(*specs[0][:2])}
-        outs = [by_rank[a.ndim] for a in results], [specs[i] for i in floats_in(operands)]
-        step = jax.shard_map(step, mesh=mesh, in_specs=tuple(specs), out_specs=outs)
-    sharded = in_shards(operands, mesh, specs)
-    return jax.jit(step).lower(*sharded).compile(), sharded
+    return on_mesh(step, operands, specs, mesh_of(Case("", MESH, P()), kind), kind)
 
 
 def sizes_of(compiled):
@@ -163,7 +166,7 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
     """
     expected, its = on_one_device(name), (LAYOUTS | OF_TABLES | CROSSED)[layout]
     with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:
-        compiled, sharded = on_mesh(step_of(name), name, its, kind)
+        compiled, sharded = in_layout(step_of(name), name, its, kind)
         results = compiled(*sharded)
     assert_analysed(results, expected)
     x, is_split = sharded[0], its.x[-1:] == ("model",) and len(its.x) == 3
@@ -237,7 +240,8 @@ def derivative_on_one_device(name, derivative):
     pairwise(NAMES, [*DERIVATIVES], ["both", "columns", "FSDP"], ["auto", "explicit"]),
 )
 def test_forward_mode_on_a_mesh(name, derivative, layout, kind):
-    compiled, sharded = on_mesh(derivative_of(name, derivative), name, LAYOUTS[layout], kind)
+    step = derivative_of(name, derivative)
+    compiled, sharded = in_layout(step, name, LAYOUTS[layout], kind)
     assert_analysed(compiled(*sharded), derivative_on_one_device(name, derivative))
 
 
@@ -281,3 +285,158 @@ def test_kernels_read_tables_as_they_are(lead):
     with as_default(Kernels()) as kernels:
         assert_analysed(jax.jit(step)(x, scale), expected)
         assert kernels.tables == [(math.prod(lead), 8)] * 2
+
+
+# ---------------------------------------------------------------- calls that the table has not
+
+X, SCALE = operands_of("rms_norm", sizes=SIZES)
+
+
+def over(x, spec, kind):
+    """Shard an array over the mesh."""
+    return in_shards([x], mesh_of(Case("", MESH, P()), kind), [spec])[0]
+
+
+@of_kinds
+@pytest.mark.parametrize("axis", [0, 1, (0, 1)])
+def test_other_axes(kernels, axis, kind):
+    """A softmax or norm over axes that are not sharded exchanges nothing."""
+    x = over(X, P(None, None, ("data", "model")), kind)
+    for function in (jaxnorm.softmax, jaxnorm.layer_norm):
+        of_axis = functools.partial(function, axis=axis)
+        compiled = jax.jit(of_axis).lower(x).compile()
+        assert not collectives(compiled)
+        assert_computes(compiled(x), of_axis, X)
+
+
+@of_kinds
+def test_the_gradient_of_a_16_bit_softmax_over_sharded_columns(kind):
+    """In 16 bits, the backward pass divides by the sum of y over the columns of all shards."""
+    x = X.astype("bfloat16")
+
+    def gradient(x):
+        return jax.vjp(jaxnorm.softmax, x)[1](jnp.cos(x))[0]
+
+    assert_computes(jax.jit(gradient)(over(x, P(None, None, "data"), kind)), gradient, x)
+
+
+@pytest.mark.remat
+@of_kinds
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.checkpoint, functools.partial(jax.checkpoint, policy=jaxnorm.save_policy)],
+    ids=["scan", "checkpoint", "save_policy"],
+)
+def test_training_through_scanned_layers(kernels, transform, kind):
+    def gradient(x, scales, weights, transform=transform):
+        def layer(x, parameters):
+            scale, weight = parameters
+            return x + jnp.tanh(jaxnorm.rms_norm(x, scale) @ weight), None
+
+        def loss(*operands):
+            x, *parameters = operands
+            return jnp.sum(jax.lax.scan(transform(layer), x, parameters)[0] ** 2)
+
+        return jax.grad(loss, (0, 1, 2))(x, scales, weights)
+
+    parameters = jnp.stack([SCALE] * 3), 0.1 * jnp.sin(jnp.arange(3.0 * 64 * 64)).reshape(3, 64, 64)
+    x, scales, weights = X, *parameters
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    sharded = in_shards((x, scales, weights), mesh, [P("data", "model"), P(), P()])
+    compiled = jax.jit(gradient).lower(*sharded).compile()
+    assert {*collectives(compiled)} <= {"all-reduce"}
+    plain = functools.partial(gradient, transform=lambda f: f)
+    assert_computes(compiled(*sharded), plain, x, scales, weights)
+
+
+@of_kinds
+def test_vmap_of_a_sharded_call(kernels, kind):
+    """Under `jax.vmap`, batch entries become rows. Each device runs one call on its shard."""
+    sharded, function = over(X, P("data", "model"), kind), jax.vmap(jaxnorm.rms_norm, (0, None))
+    compiled = jax.jit(function).lower(sharded, SCALE).compile()
+    assert not collectives(compiled)
+    assert_computes(compiled(sharded, SCALE), jaxnorm.rms_norm, X, SCALE)
+    assert kernels is None or kernels.shapes == [(ROWS // 8, 64)]
+
+
+def test_manual_axes_without_checks(kernels):
+    """With check_vma=False, the caller sums parameters' gradients, as for any JAX function."""
+    step, operands = step_of("layer_norm"), operands_of("layer_norm", sizes=SIZES)
+
+    def local(*operands):
+        y, (dx, *of_parameters) = step(*operands)
+        return y, [dx, *(jax.lax.psum(g, "data") for g in of_parameters)]
+
+    specs = P("data"), P(), P()
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh_of(Case("", MESH, P()), "manual"),
+        in_specs=specs,
+        out_specs=([P("data")], [*specs]),
+        check_vma=False,
+    )
+    assert_analysed(jax.jit(mapped)(*operands), on_one_device("layer_norm"))
+
+
+def test_some_axes_manual_and_others_not(kernels):
+    """If only some mesh axes are manual, XLA's code runs.
+
+    XLA partitions the call along the other mesh axes, and XLA cannot partition a kernel. If the
+    user requests a kernel, an error is raised.
+    """
+    sharded = over(X, P("data", "model"), "auto")
+
+    def mapped(**options):
+        return jax.jit(
+            jax.shard_map(
+                functools.partial(jaxnorm.rms_norm, **options),
+                mesh=sharded.sharding.mesh,
+                in_specs=(P("data"), P()),
+                out_specs=P("data"),
+                axis_names={"data"},
+            )
+        )
+
+    compiled = mapped().lower(sharded, SCALE).compile()
+    assert max(sizes_of(compiled), default=0) < sharded.size // 8
+    assert_computes(compiled(sharded, SCALE), jaxnorm.rms_norm, X, SCALE)
+    if kernels is not None:
+        message = "^rms_norm: implementation='stand_in' cannot run on .* neither all manual nor"
+        with pytest.raises(ValueError, match=message):
+            mapped(implementation="stand_in").lower(sharded, SCALE)
+
+
+def test_shards_of_unequal_size(kernels):
+    """If shards have unequal sizes, XLA's code runs, and a kernel raises an error.
+
+    XLA pads such shards, and a kernel would treat the padding as rows.
+    """
+    spread = over(X, P("data"), "auto").sharding
+    x = jnp.ones((10, 64))
+
+    @jax.jit
+    def run(x):
+        return jaxnorm.softmax(jax.lax.with_sharding_constraint(x, spread))
+
+    if kernels is None:
+        assert_computes(run(x), jaxnorm.softmax, x)
+        return
+    with pytest.raises(Exception, match=r"\(10, 64\).*10 is no multiple of the 4 shards.*pad x"):
+        run(x)
+
+
+@pytest.mark.parametrize("kernels", ["kernel"], indirect=True)
+def test_a_forced_kernel_never_gathers(kernels):
+    forced = functools.partial(jaxnorm.softmax, implementation="stand_in")
+    with pytest.raises(ValueError, match=r"^softmax: .* over an axis that is sharded.*leave"):
+        forced(over(X, P(None, None, "data"), "explicit"))
+    assert not collectives(jax.jit(forced).lower(over(X, P("data"), "auto")).compile())
+
+
+def test_an_export_for_a_mesh_holds_no_kernel(kernels):
+    x = over(X, P("data"), "auto")
+    exported = jax.export.export(jax.jit(jaxnorm.softmax, in_shardings=x.sharding))(X)
+    assert exported.nr_devices == 8
+    restored = jax.export.deserialize(exported.serialize())
+    assert_computes(jax.jit(restored.call)(x), jaxnorm.softmax, X)
+    assert kernels is None or not kernels.shapes

@@ -15,20 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from functions import Sizes, operands_of, step_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import (
-    FUNCTIONS,
-    KINDS,
-    Case,
-    check_values,
-    collectives,
-    mesh_of,
-    on_mesh,
-    operands,
-    step,
-)
+from meshes import KINDS, Case, collectives, mesh_of, on_mesh
 from norm_linear_cases import operands as linear_operands
+from program_error import analyse, assert_analysed
 from reference import SAFETY, assert_within, exact, rounding, unit_roundoff
 
 import jaxnorm
@@ -37,7 +29,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
 CALLS = {"mosaic": "mosaic_gpu", "triton": "triton_kernel_call"}  # custom calls in HLO
 GPUS = jax.device_count()
-SHAPE = (8, 512, 1024)
+SIZES = Sizes((8, 512), 1024)
+FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
 CASES = [
     Case("data", {"data": GPUS}, P("data")),
     Case("sequence", {"seq": GPUS}, P(None, "seq")),
@@ -46,21 +39,35 @@ CASES = [
 ]
 
 
+@functools.cache
+def on_one_device(name):
+    return analyse(step_of(name), *operands_of(name, sizes=SIZES))
+
+
+def run_on_mesh(name, case, kind, **options):
+    """Check the values on a mesh. Return the program, its operands and its results."""
+    operands = operands_of(name, sizes=SIZES)
+    specs = [case.x, *[case.params] * (len(operands) - 1)]
+    step, mesh = step_of(name, **options), mesh_of(case, kind)
+    compiled, sharded = on_mesh(step, operands, specs, mesh, kind)
+    results = compiled(*sharded)
+    assert_analysed(results, on_one_device(name))
+    return compiled, sharded, results
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_split_over_gpus(name, case, kind):
-    compiled, sharded = on_mesh(step(name), operands(name, SHAPE), case, kind)
-    check_values(compiled, sharded, name)
+    compiled, (x, *params), ((y,), (dx, *_)) = run_on_mesh(name, case, kind)
     assert compiled.as_text().count("mosaic_gpu") >= 2
-    x = sharded[1]
-    for y in compiled(*sharded)[:2]:
-        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+    for array in (y, dx):
+        assert array.sharding.is_equivalent_to(x.sharding, x.ndim)
     # Each parameter's gradient is summed once, in one or several collectives. No activation is
     # exchanged.
     sizes = [size for sizes in collectives(compiled).values() for size in sizes]
     moved = sum(math.prod(map(int, size.split(","))) for size in sizes)
-    gradients = (len(sharded) - 2) * SHAPE[-1]
+    gradients = len(params) * SIZES.cols
     if case.params == P():
         assert moved == gradients
     else:  # The parameters are gathered in both passes.
@@ -69,9 +76,7 @@ def test_rows_split_over_gpus(name, case, kind):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_kernels_by_name(name, kernels):
-    function = step(name, implementation=kernels)
-    compiled, sharded = on_mesh(function, operands(name, SHAPE), CASES[0], "auto")
-    check_values(compiled, sharded, name)
+    compiled, *_ = run_on_mesh(name, CASES[0], "auto", implementation=kernels)
     assert compiled.as_text().count(CALLS[kernels]) >= 2
 
 

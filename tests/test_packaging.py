@@ -131,12 +131,3 @@ def test_workflow_tests_the_supported_versions_of_python():
     commands = re.findall(r"run: make ([\w ]+?)(?: \w+=.*)?$", workflow, re.MULTILINE)
     assert commands == ["lint docs", "test"]
     assert {*" ".join(commands).split()} <= {*targets}
-
-
-def test_import_costs_no_extra():
-    """Importing jaxnorm imports neither Flax nor a kernel backend."""
-    program = "import jaxnorm, sys; print([m for m in sys.modules if m.startswith(('flax', "
-    program += "'jax.experimental.pallas', 'jaxnorm_kernels.'))])"
-    names = ("launching", "operations", "specs", "implementation")
-    contract = [f"jaxnorm_kernels.{name}" for name in names]
-    assert run(sys.executable, "-c", program) == f"{contract}\n"

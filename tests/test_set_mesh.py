@@ -5,6 +5,8 @@ uncommitted; the types of uncommitted arrays do not contain the mesh.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,135 +36,100 @@ ROWS, COLS, CLASSES = 16, 64, 1000
 SIZES = Sizes((8, 2), COLS, CLASSES)
 
 
-def has_kernel(name):
-    return name not in ("gated_linear", "activation_linear")
-
-
-MESHES = {
-    "eight": ((8,), ("data",), (AxisType.Explicit,)),
-    "one": ((1,), ("data",), (AxisType.Explicit,)),
-    "explicit-auto": ((4, 2), ("data", "model"), (AxisType.Explicit, AxisType.Auto)),
-    "auto-explicit": ((4, 2), ("data", "model"), (AxisType.Auto, AxisType.Explicit)),
-}
-PLACES = ("replicated", "uncommitted", "first", "others")
-
-
-def with_gradients(name):
-    """Return two things: a function that computes results and gradients, and its operands.
-
-    `name` is an entry of `FUNCTIONS`.
-    """
-    return step_of(name), operands_of(name, sizes=SIZES)
-
-
 @functools.cache
 def on_one_device(name):
     return analyse(step_of(name), *operands_of(name, sizes=SIZES))
 
 
-def mesh_of(name):
-    sizes, names, types = MESHES[name]
+def mesh_of(axes):
+    """Return a mesh, given a dict from each axis to its size and the kind of the axis."""
+    sizes, kinds = zip(*axes.values())
+    types = tuple(getattr(AxisType, kind) for kind in kinds)
     devices = jax.devices()[: np.prod(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=types, devices=devices)
 
 
 def placed(operands, mesh, place):
-    """Replicate some operands over the mesh and leave the others uncommitted.
+    """Shard or replicate some operands over the mesh, and leave the others uncommitted.
 
     `place` names the operands to replicate: all for "replicated", the first for "first", all but
-    the first for "others", and none for "uncommitted".
+    the first for "others", and none for "uncommitted". For "split", the first operand is split over
+    the first Explicit axis of the mesh.
     """
 
     def is_committed(i):
         return place == "replicated" or (place == "first" and not i) or (place == "others" and i)
 
-    whole = NamedSharding(mesh, P())
-    return [jax.device_put(a, whole) if is_committed(i) else a for i, a in enumerate(operands)]
+    arrays = [
+        in_shards([a], mesh, [P()])[0] if is_committed(i) else a for i, a in enumerate(operands)
+    ]
+    if place == "split":
+        axis = mesh.axis_names[mesh.axis_types.index(AxisType.Explicit)]
+        arrays[:1] = in_shards(arrays[:1], mesh, [P(axis)])
+    return arrays
 
 
-@eight_devices
-@pytest.mark.parametrize(("name", "mesh", "place"), pairwise(BASIC, [*MESHES], PLACES))
-def test_no_axis_is_named(name, mesh, place):
-    expected, (run, operands) = on_one_device(name), with_gradients(name)
-    devices = mesh_of(mesh)
-    with as_default(Kernels()) as kernels, jax.set_mesh(devices):
-        assert_analysed(jax.jit(run)(*placed(operands, devices, place)), expected)
-        # In this test, a mesh with two axes has an Auto axis of several devices. Kernels cannot run
-        # on such a mesh, so XLA's code runs.
-        assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1 and has_kernel(name))
-
-
-@eight_devices
-@pytest.mark.parametrize("place", ["replicated", "uncommitted"])
-@pytest.mark.parametrize("name", BASIC)
-def test_outside_of_jit(name, place):
-    mesh = mesh_of("eight")
-    function, operands = FUNCTIONS[name].ours, operands_of(name, sizes=SIZES)
-    expected = analyse(function, *operands)
-    with as_default(Kernels()) as kernels, jax.set_mesh(mesh):
-        assert_analysed(function(*placed(operands, mesh, place)), expected)
-        assert bool(kernels.shapes) == has_kernel(name)
-
-
-@eight_devices
-@pytest.mark.parametrize("name", BASIC)
-def test_a_part_with_automatic_axes(name):
-    """Inside `jax.sharding.auto_axes` on an Explicit mesh, XLA's code runs.
-
-    XLA cannot split kernels.
-    """
-    run, operands = with_gradients(name)
-    mesh = mesh_of("eight")
-    part, expected = jax.sharding.auto_axes(run, out_sharding=P()), on_one_device(name)
-    first, *others = operands
-    with as_default(Kernels()), jax.set_mesh(mesh):
-        for spec in (P(), P("data")):
-            arrays = *in_shards([first], mesh, [spec]), *others
-            assert_analysed(jax.jit(part)(*arrays), expected)
-
-
-def inside_last_axis(function, mesh):
+def inside_last_axis(function):
     """Run `function` in `jax.shard_map` over the mesh axis "last", with whole operands."""
-    return jax.jit(
-        jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"last"})
-    )
+    return jax.jit(jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names={"last"}))
 
 
-def mesh_with_each_kind(kinds="Auto Explicit Explicit"):
-    types = [getattr(AxisType, kind) for kind in kinds.split()]
-    return jax.make_mesh((2, 2, 2), ("data", "model", "last"), axis_types=tuple(types))
+def without_jit(function):
+    def run(*operands):
+        with jax.disable_jit():
+            return function(*operands)
+
+    return run
 
 
-@eight_devices
-@pytest.mark.parametrize("name", BASIC)
-def test_explicit_axes_before_a_manual_one(name):
-    """A call runs in the user's `jax.shard_map` over the last axis of a mesh with Auto axes.
+class Way(NamedTuple):
+    """A way to run a function.
 
-    A nested `jax.shard_map` over the Explicit axis before it would abort the process.
+    Attributes:
+      mesh: the size and the kind of each axis of the mesh.
+      wrapped: a function that takes the function of the operands, and returns the function to call.
+      has_kernels: True if kernels must run, False if none may run, and None if either is right.
+      has_gradients: True if gradients are also computed.
     """
-    run, (first, *others) = with_gradients(name)
-    mesh, expected = mesh_with_each_kind(), on_one_device(name)
-    with jax.set_mesh(mesh):
-        inside = inside_last_axis(run, mesh)
-        assert_analysed(inside(*in_shards([first], mesh, [P("model")]), *others), expected)
+
+    mesh: dict[str, tuple[int, str]]
+    wrapped: Callable[..., Any]
+    has_kernels: bool | None = None
+    has_gradients: bool = True
+
+
+EIGHT = {"data": (8, "Explicit")}
+WITH_EACH_KIND = {"data": (2, "Auto"), "model": (2, "Explicit"), "last": (2, "Explicit")}
+WAYS = {
+    "eight": Way(EIGHT, jax.jit, True),
+    "one": Way({"data": (1, "Explicit")}, jax.jit, True),
+    # With an Auto axis of several devices, kernels cannot run on the mesh, so XLA's code runs.
+    "explicit-auto": Way({"data": (4, "Explicit"), "model": (2, "Auto")}, jax.jit, False),
+    "auto-explicit": Way({"data": (4, "Auto"), "model": (2, "Explicit")}, jax.jit, False),
+    "outside of jit": Way(EIGHT, lambda f: f, True, has_gradients=False),
+    "without jit": Way(EIGHT, without_jit, has_gradients=False),
+    # XLA's code runs, because XLA cannot split kernels.
+    "auto_axes": Way(EIGHT, lambda f: jax.jit(jax.sharding.auto_axes(f, out_sharding=P()))),
+    # A nested `jax.shard_map` over the Explicit axis before a Manual axis would abort the process.
+    "before a manual axis": Way(WITH_EACH_KIND, inside_last_axis),
+}
+PLACES = ("replicated", "uncommitted", "first", "others", "split")
 
 
 @eight_devices
-@pytest.mark.parametrize("over", [P(), P("data")], ids=["replicated", "split"])
-@pytest.mark.parametrize("name", BASIC)
-def test_what_is_not_compiled(name, over):
-    """`jax.disable_jit` works inside a mesh, for split and for replicated rows."""
-    # Every iteration of a loop compiles its operations again. So there are only 8 rows, for which
-    # the loops of linear layers have three iterations.
-    sizes = Sizes((8, 1), COLS, CLASSES)
-    function, operands = FUNCTIONS[name].ours, operands_of(name, sizes=sizes)
-    expected = analyse(function, *operands)
-    mesh = mesh_of("eight")
-    first, *others = operands
-    with jax.set_mesh(mesh), jax.disable_jit():
-        assert_analysed(
-            function(jax.device_put(first, NamedSharding(mesh, over)), *others), expected
-        )
+@pytest.mark.parametrize(("name", "way", "place"), pairwise(BASIC, [*WAYS], PLACES))
+def test_values(name, way, place):
+    its, operands = WAYS[way], operands_of(name, sizes=SIZES)
+    mesh, (values, derivatives) = mesh_of(its.mesh), on_one_device(name)
+    step = step_of(name)
+    if not its.has_gradients:
+        step, derivatives = lambda *a: (jax.tree.leaves(FUNCTIONS[name].ours(*a)), []), []
+    with as_default(Kernels()) as kernels, jax.set_mesh(mesh):
+        results = its.wrapped(step)(*placed(operands, mesh, place))
+        assert_analysed(results, (values, derivatives))
+        if its.has_kernels is not None:
+            has_kernel = name not in ("gated_linear", "activation_linear")
+            assert bool(kernels.shapes) == (its.has_kernels and has_kernel)
 
 
 @eight_devices
@@ -182,12 +149,12 @@ def test_a_mesh_without_devices(kind, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES[:4])
 @pytest.mark.parametrize("name", BASIC)
 def test_kernels_on_a_mesh_of_gpus(name, place):
     """Kernels run on a mesh of all GPUs of this machine, even if there is only one."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    (run, operands), expected = with_gradients(name), on_one_device(name)
+    run, operands, expected = step_of(name), operands_of(name, sizes=SIZES), on_one_device(name)
     with jax.set_mesh(mesh):
         arrays = placed(operands, mesh, place)
         compiled = jax.jit(run).lower(*arrays).compile()
@@ -247,7 +214,7 @@ def split(operands, batched, weight_over):
 )
 def test_a_batch_in_shards(name, batched, run, weight_over):
     program, operands, expected = of_batch(name, batched, run)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of({"data": (4, "Explicit"), "model": (2, "Explicit")})
     with jax.set_mesh(mesh):
         sharded = in_shards(operands, mesh, split(operands, batched, weight_over))
         assert_analysed(jax.jit(program)(*sharded), expected)
@@ -256,8 +223,8 @@ def test_a_batch_in_shards(name, batched, run, weight_over):
 @eight_devices
 def test_a_batch_in_shards_before_a_manual_axis():
     program, operands, expected = of_batch(LINEAR[0], (0, 1), "gradients of each")
-    mesh = mesh_with_each_kind("Explicit Auto Auto")
+    mesh = mesh_of({"data": (2, "Explicit"), "model": (2, "Auto"), "last": (2, "Auto")})
     with jax.set_mesh(mesh):
-        inside = inside_last_axis(program, mesh)
+        inside = inside_last_axis(program)
         sharded = in_shards(operands[:2], mesh, [P("data")] * 2)
         assert_analysed(inside(*sharded, *operands[2:]), expected)

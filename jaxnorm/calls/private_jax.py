@@ -87,9 +87,9 @@ def accumulators() -> Any:
     """
     with contextlib.suppress(ImportError):
         from jax._src.interpreters import ad
+        from jax._src.interpreters.ad import GradAccum, ValAccum, fancy_transposes  # noqa: F401
 
-        if all(hasattr(ad, name) for name in ("fancy_transposes", "GradAccum", "ValAccum")):
-            return ad
+        return ad
     return None
 
 
