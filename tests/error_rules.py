@@ -188,7 +188,7 @@ def is_uncertain(a: Value, b: Value) -> np.ndarray:
 
 
 def _select(operands, **_):
-    """Where errors may change the choice, the error includes the distance to the other cases."""
+    """The error covers all cases of an element if rounding errors may change its choice."""
     which, *cases = operands
     index = np.broadcast_to(np.asarray(which.value, np.int64), cases[0].value.shape)
     chosen = joined(lambda arrays: np.choose(index, arrays), cases)

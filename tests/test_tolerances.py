@@ -115,7 +115,7 @@ def test_control_flow():
 
 
 def test_errors_that_change_a_comparison():
-    """Where rounding may change a sign, the bound covers both cases of a choice, and only there.
+    """The bound covers both cases of a choice if, and only if, rounding may change the choice.
 
     ``x - (x + t)`` is -t in exact arithmetic, but rounds to 0 in float32 if t is small. Masked
     elements are exact zeros, for which the comparison is certain.
