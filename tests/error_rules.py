@@ -31,8 +31,8 @@ FEW = 8.0
 class Value:
     """An array of the program, and a bound on the error of each element.
 
-    Floating-point values are stored in float64. Booleans and integers have their own dtype and are
-    exact.
+    Floating-point values are stored in float64. Booleans and integers have their own dtype.
+    Integers are exact. The error of a boolean is 1 if rounding errors may change it, and 0 if not.
     """
 
     value: np.ndarray
@@ -177,10 +177,29 @@ def _choice(function: Callable) -> Callable:
     return rule
 
 
+def is_uncertain(a: Value, b: Value) -> np.ndarray:
+    """Return 1 where rounding errors may change the result of a comparison of a and b, else 0.
+
+    Equal values count as certain: they are, for example, zeros of masked elements, or the maximum
+    of a row and the element that it comes from.
+    """
+    is_near = np.abs(a.value - b.value) <= a.error + b.error
+    return np.where(is_near & (a.value != b.value), 1.0, 0.0)
+
+
 def _select(operands, **_):
+    """The error covers all cases of an element if rounding errors may change its choice."""
     which, *cases = operands
     index = np.broadcast_to(np.asarray(which.value, np.int64), cases[0].value.shape)
-    return joined(lambda arrays: np.choose(index, arrays), cases), 0
+    chosen = joined(lambda arrays: np.choose(index, arrays), cases)
+    if not np.any(which.error):
+        return chosen, 0
+    furthest = chosen.error
+    for case in cases:
+        distance = np.abs(np.asarray(case.value, float) - np.asarray(chosen.value, float))
+        distance = np.where(case.value == chosen.value, 0, distance)
+        furthest = np.maximum(furthest, distance + case.error)
+    return Value(chosen.value, np.where(which.error > 0, furthest, chosen.error)), 0
 
 
 def _matmul(operands, dimension_numbers, **_):

@@ -7,8 +7,8 @@ device or on a mesh, with or without rematerialisation) differ in the order of s
 but both are within the bound. So a comparison of the two needs no tolerance. `error_rules` has the
 rounding error of each kind of equation.
 
-The analysis assumes that errors change no comparison and no index. So an operand of a comparison
-should not be near the value at which the result changes.
+Where errors may change a comparison, the bound of a choice between arrays (`jax.lax.select_n`)
+covers all of them. The analysis assumes that errors change no index and no branch of a program.
 
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from error_rules import RULES, Value, exact, joined, parts, stored
+from error_rules import RULES, Value, exact, is_uncertain, joined, parts, stored
 from jax._src import config
 from reference import assert_within
 
@@ -141,11 +141,18 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         if (name in _EXACT or name in _ALSO_EXACT) and not from_floats and not is_key:
             (variable,) = equation.outvars
             arrays = [o.value.astype(a.aval.dtype) for o, a in zip(operands, equation.invars)]
+            if name in _COMPARISONS and _has_floats(equation.invars):
+                return [Value(_EXACT[name](*arrays), is_uncertain(*operands))]
+            values = [Value(a, o.error) for a, o in zip(arrays, operands)]
             if name in _EXACT:
-                result = _EXACT[name](*arrays)
+                error = functools.reduce(np.maximum, [o.error for o in operands])
+                result = Value(_EXACT[name](*arrays), error)
             else:
-                result = RULES[name]([*map(exact, arrays)], **params)[0].value
-            return [exact(np.asarray(result).astype(variable.aval.dtype))]
+                result, _ = RULES[name](values, **params)
+            found = exact(np.asarray(result.value).astype(variable.aval.dtype))
+            # Integers count as exact.
+            is_exact = jnp.issubdtype(variable.aval.dtype, jnp.integer)
+            return [found if is_exact else Value(found.value, result.error)]
         results = equation.primitive.bind(*map(_as_jax, operands, equation.invars), **params)
         results = results if equation.primitive.multiple_results else [results]
         return [*map(exact, results)]
@@ -182,10 +189,13 @@ def _keeps_all_bits(equation: Any) -> bool:
 # Operations that only move elements or work on integers and booleans. NumPy runs them, because JAX
 # would compile each of them separately. The rules of the operations in `_ALSO_EXACT` compute the
 # results of these types, too.
-_EXACT: dict[str, Callable] = {
-    **{"add": np.add, "sub": np.subtract, "mul": np.multiply},
+_COMPARISONS: dict[str, Callable] = {
     **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
-    **{"gt": np.greater, "ge": np.greater_equal, "max": np.maximum, "min": np.minimum},
+    **{"gt": np.greater, "ge": np.greater_equal},
+}
+_EXACT: dict[str, Callable] = {
+    **_COMPARISONS,
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum},
     **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
 }
 _ALSO_EXACT = {"broadcast_in_dim", "iota", "select_n", "reshape", "convert_element_type", "squeeze"}

@@ -113,6 +113,25 @@ def test_control_flow():
     assert_computes(jax.jit(loops)(x), loops, x)
 
 
+def test_errors_that_change_a_comparison():
+    """The bound covers both cases of a choice if, and only if, rounding may change the choice.
+
+    ``x - (x + t)`` is -t in exact arithmetic, but rounds to 0 in float32 if t is small. Masked
+    elements are exact zeros, for which the comparison is certain.
+    """
+
+    def step(x, t, mask):
+        rounded = jnp.where(mask, x - (x + t), 0)
+        return jnp.where((rounded >= 0) & mask, 1.0, -1.0)
+
+    x, t = jnp.ones(3, jnp.float32), jnp.asarray([2.0**-30, 2.0**-30, 0.5], jnp.float32)
+    mask = jnp.asarray([True, False, True])
+    result = analyse(step, x, t, mask)
+    np.testing.assert_array_equal(result.value, -1)
+    np.testing.assert_array_equal(result.error, [2, 0, 0])
+    assert_computes(jax.jit(step)(x, t, mask), step, x, t, mask)
+
+
 def test_an_unknown_equation_is_named():
     with pytest.raises(NotImplementedError, match="no rule for lgamma"):
         analyse(jax.lax.lgamma, jnp.ones(2))

@@ -67,6 +67,7 @@ def _config(name: str, major: int, gpu: Gpu, memory: int, threads: int = 2048) -
 
 H100 = _config("NVIDIA H100 80GB HBM3", 9, HOPPER, 84978434048)
 CONFIGS = {
+    90: H100,
     100: _config("NVIDIA B200", 10, B200, 192 * 10**9),
     120: _config("NVIDIA GeForce RTX 5090", 12, RTX_5090, 32 * 10**9, threads=1536),
 }

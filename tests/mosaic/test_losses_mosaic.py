@@ -177,11 +177,6 @@ def test_a_scale_for_each_row(op, cols, dtype, options):
     check(op, *operands((5, cols), dtype), scales=scales, positions=positions, **options)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_vocabulary(dtype):
-    check(LP, *operands((2, 50257), dtype))
-
-
 @of_labels
 def test_rows_of_all_kinds(op):
     """Rows with bad labels, non-finite logits or masked positions have the correct results."""
@@ -288,22 +283,6 @@ def test_no_races(op):
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
             both_passes(make_spec(op, 2, cols, dtype), schedule)(*given)
         assert not interpret_pallas_call.get_races().races_found
-
-
-@pytest.mark.parametrize("cols", [128, 131, 1000, 4099, 32768, 50257, 128256])
-@pytest.mark.parametrize("vector", [4, 8])
-def test_units_cover_a_row(cols, vector):
-    units = RowFragments.of(cols, vector)
-    for row in range(vector + 1):
-        first = int(units.first(jnp.int32(row)))
-        assert (row * cols + first) % units.vector == 0
-        assert 0 <= first <= first + units.body <= cols
-        assert units.body >= units.width
-        # A row has unaligned ends exactly if the aligned part (`body`) does not contain all
-        # elements.
-        assert units.has_edges == (units.body < cols)
-        assert first < 128
-        assert cols - first - units.body < 128
 
 
 def test_schedules():

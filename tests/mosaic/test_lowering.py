@@ -2,7 +2,7 @@
 
 Lowering runs Mosaic's layout inference and lowers to the vector and LLVM dialects, which detects
 layouts that do not fit an operation. No GPU is needed. The later steps (LLVM, ptxas) are tested in
-`test_blackwell` and `test_registers`. The tests run over the table `cases.FAMILIES`.
+`test_every_gpu`. The tests run over the table `cases.FAMILIES`.
 """
 
 from collections.abc import Iterator

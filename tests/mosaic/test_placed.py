@@ -1,12 +1,14 @@
 """Softmax kernels with a mask, a bias or `causal`: values in the interpreter, and lowering."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_logits
 from jax.sharding import PartitionSpec as P
-from logits_cases import SCALE, Case, mixed, of_width, op_of, operand_types
+from logits_cases import KINDS, SCALE, Case, mixed, of_width, op_of, operand_types
 from program_error import assert_computes
 from programs import text_for_cuda
 from reference import SAFETY, assert_within, rounding
@@ -257,3 +259,33 @@ def test_transformations_lower(transform, in_axes):
         text = text_for_cuda(function, *arrays)
     assert text.count("mosaic_gpu_v2") == 2
     assert ("all_reduce" in text) == (transform == "shard_map")
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["mask", "bias", "causal"])
+def test_a_program_holds_two_kernels_and_nothing_else(kind, compiler):
+    """A softmax with a mask, a bias or `causal` is one kernel per pass, and nothing else.
+
+    The backward kernel also computes the bias's gradient.
+    """
+    case = KINDS[kind]
+
+    def typed(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=compiler.sharding)
+
+    def run(x, mask, bias, d):
+        def softmax(x, bias):
+            return jaxnorm.softmax(
+                x, -1, mask, bias=bias, causal=case.causal, implementation="mosaic"
+            )
+
+        y, vjp = jax.vjp(softmax, x, bias)
+        return y, vjp(d)
+
+    x = typed(case.shape, BF16)
+    mask = None if case.mask is None else typed(case.mask, bool)
+    bias = None if case.bias is None else typed(case.bias, BF16)
+    text = jax.jit(run).lower(x, mask, bias, x).compile().as_text()
+    ops = re.findall(r" = (?:\(.*?\)|\S+) ([a-z-]+)\(", text[text.index("ENTRY") :])
+    free = {"parameter", "bitcast", "get-tuple-element", "tuple"}
+    assert [op for op in ops if op not in free] == ["custom-call"] * 2

@@ -1,6 +1,6 @@
 """The kernels of a norm followed by rotary embedding: interpreted, and lowered for a GPU.
 
-`test_registers` compiles them.
+`test_every_gpu` compiles some of them.
 """
 
 import functools

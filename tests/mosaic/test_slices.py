@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import parts
 import pytest
+import test_merged_matmuls
 from h100 import Compiler
 from test_parts import CASES, PATTERNS, gradients
 
@@ -122,53 +123,17 @@ def test_residuals_in_a_loop_s_stacks_are_read_and_written_in_place(compiler: Co
 # ------------------------------------------------------------------------ operands overwritten
 
 
-loss = jaxnorm.linear_softmax_cross_entropy
-
-
-def log_prob(*operands, **options):
-    return sum(map(jnp.sum, jaxnorm.linear_log_prob_and_entropy(*operands, **options)))
-
-
-def divergence(x, weight, labels, **options):
-    del labels
-    return jaxnorm.linear_kl_divergence(x, weight, -x, jnp.flip(weight), **options)
-
-
-def of_losses(function, count, rows, d, classes, dtype=F32, **options):
-    """Return the sum of several losses that share a weight, and the shapes of its operands."""
-
-    def total(weight, *arrays):
-        pairs = zip(arrays[::2], arrays[1::2])
-        return sum(function(x, weight, labels, **options).sum() for x, labels in pairs)
-
-    of_rows = shape(rows, d, dtype=dtype), shape(rows, dtype=jnp.int32)
-    return total, (shape(d, classes, dtype=dtype), *of_rows * count)
-
-
-#: Programs in which XLA merges the matmuls that compute the logits of several chunks or losses.
-MERGED = {
-    "two chunks by default": of_losses(loss, 1, 4096, 64, 4096, BF16),
-    "two overlapping chunks by default": of_losses(loss, 1, 3000, 256, 1024, BF16),
-    "two chunks": of_losses(loss, 1, 1024, 64, 12288, BF16, chunk=512),
-    "two chunks in float16": of_losses(loss, 1, 32, 16, 12288, jnp.float16, chunk=16),
-    "two chunks of one loss per row": of_losses(loss, 1, 96, 64, 12288, chunk=48, reduction="none"),
-    "two losses": of_losses(loss, 2, 256, 64, 32000, BF16),
-    "three losses": of_losses(loss, 3, 256, 64, 50257, BF16),
-    "two losses per row": of_losses(loss, 2, 256, 64, 32000, BF16, reduction="none"),
-    "two log-probabilities": of_losses(log_prob, 2, 256, 64, 8192),
-    "two chunks of log-probabilities": of_losses(log_prob, 1, 1024, 64, 8192, chunk=512),
-    "two divergences": of_losses(divergence, 2, 256, 64, 8192),
-}
-
-
-@pytest.mark.parametrize("name", MERGED)
-def test_only_entire_arrays_are_overwritten(name, compiler):
+@pytest.mark.parametrize("case", test_merged_matmuls.MERGED, ids=str)
+def test_only_entire_arrays_are_overwritten(case, compiler):
     """A kernel that overwrites logits gets them in a separate buffer, even if XLA merges matmuls.
 
-    The values of such programs are tested on a GPU in `test_merged_matmuls.py`.
+    XLA merges the matmuls that compute the logits of several chunks or losses. The values of such
+    programs are tested on a GPU in `test_merged_matmuls.py`.
     """
-    function, shapes = MERGED[name]
-    text = compiled(compiler, gradients(function), *shapes)
+    xs = [shape(case.rows, case.d, dtype=case.dtype)] * case.losses
+    labels = [shape(case.rows, dtype=jnp.int32)] * case.losses
+    weight = shape(case.d, case.classes, dtype=case.dtype)
+    text = compiled(compiler, test_merged_matmuls.gradients(case), weight, xs, labels)
     assert "output_to_operand_aliasing" in text
     assert not parts.partly_overwritten(text)
 

@@ -1,8 +1,8 @@
-"""For each rule of the schedule tables, compile a call for two Blackwell GPUs: B200 and RTX 50.
+"""For each rule of the schedule tables, compile a call for three GPUs: H100, B200 and RTX 50.
 
-Schedules are chosen for the sizes of these GPUs, but nothing was timed on them. Compiling needs
-JAX's CUDA plugin but no GPU (`make compile` installs the plugin in CI). One test needs neither: it
-checks that these calls cover every rule.
+Schedules are chosen for the sizes of these GPUs, but nothing was timed on the last two. Compiling
+needs JAX's CUDA plugin but no GPU (`make compile` installs the plugin in CI). One test needs
+neither: it checks that these calls cover every rule.
 """
 
 import functools
@@ -17,7 +17,7 @@ import contract
 import norms
 import pytest
 from cases import make_spec
-from h100 import CONFIGS, SPILLED, Compiled, Compiler
+from h100 import CONFIGS, SPILLED, Compiled, Compiler, assert_fits
 from logits_cases import of_width, operand_types
 from specs import BF16, F32, build_spec, changed
 from test_losses_mosaic import both_passes, types_of
@@ -147,7 +147,7 @@ PLACED = [
 ]
 
 
-@pytest.fixture(params=[100, 120], ids=["B200", "RTX 50"])
+@pytest.fixture(params=[90, 100, 120], ids=["H100", "B200", "RTX 50"])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Make the library choose schedules for one GPU, and return that GPU's compute capability.
 
@@ -213,7 +213,10 @@ SPECS = [*FORWARD, *BACKWARD, *STRIPS, *LOSSES, *HEADS]
 def test_kernels_compile(
     work: Any, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:
-    """Kernels compile, and spill hardly any registers."""
+    """Kernels compile, and spill hardly any registers.
+
+    An H100 also has registers for the scheduled number of blocks.
+    """
     if isinstance(work, Spec):
         refusal = support.why_unsupported(work)
         if capability == 120 and work.direction == "bwd" and work.cols == 65536 and work.is_norm:
@@ -226,6 +229,9 @@ def test_kernels_compile(
     kernels = processes[capability].submit(compiled, work, capability).result()
     assert kernels
     assert max(kernel.spilled for kernel in kernels) <= SPILLED
+    if capability == 90 and isinstance(work, Spec):
+        for kernel in kernels:
+            assert_fits(kernel, work)
 
 
 def test_the_calls_meet_every_line() -> None:
