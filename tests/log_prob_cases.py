@@ -3,12 +3,9 @@
 import functools
 import math
 
-import jax.numpy as jnp
 import numpy as np
 from loss_cases import CrossEntropy
 from reference import SAFETY, exact
-
-from jaxnorm import log_prob_and_entropy
 
 
 class LogProbs(CrossEntropy):
@@ -67,15 +64,3 @@ class LogProbs(CrossEntropy):
         wrong = wrong + (self._log_s_error + self._entropy_bound)[..., None]
         error = self._p_error * size + (self.p + self._p_error) * wrong + few * self.p * size
         return super()._of_x_bound(a) + np.abs(exact(b))[..., None] * error
-
-
-def mixed(log_prob, entropy):
-    """Return one number per row that depends on both results.
-
-    The derivatives of this number with respect to both results differ from row to row.
-    """
-    return jnp.sin(log_prob) - 0.7 * entropy**2
-
-
-def mixture(*operands, **options):
-    return mixed(*log_prob_and_entropy(*operands, **options))
