@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from functions import divergences
-from program_error import assert_computes
-from reference import SAFETY, arithmetic, assert_within, exact, rounding, unit_roundoff
+from functions import capped, divergences
+from program_error import analyse, assert_computes
+from reference import SAFETY, assert_within, exact, rounding, unit_roundoff
 
 from jaxnorm import kl_divergence
 
@@ -27,76 +27,45 @@ def operands(shape, dtype, teacher_dtype=None, seed=0):
 class Divergence:
     """The divergence of each row and its gradient in float64, with bounds on their errors.
 
-    The bounds follow the formulas in `xla.kl_divergence`. Each term contains an exponential, whose
-    argument has a rounding error. The errors of a row's terms add up as a random walk.
-
-    A capped logit has an error of at most `z_error`, as in `loss_cases.CrossEntropy`. Let p be the
-    teacher's probabilities, and q the student's. (For the reverse divergence, swap p and q.) Then
-    the errors of the capped logits cause these errors:
-
-    * The derivative of the divergence is p * (log(p) - log(q) - KL) with respect to the teacher's
-      logits, and q - p with respect to the student's. So the error of the divergence is at most
-      `z_error` times the sum of the magnitudes of both derivatives.
-    * log(p) and log(q) have errors of at most 2 * z_error each. So log(p) - log(q) has an error of
-      at most 4 * z_error, which causes an error of the gradient.
+    The values are those of a formula in plain JAX, and the bounds are those of XLA's code.
+    `logits_scale` is a number, or an array with one number for each row. `dtype` is the dtype of
+    the gradient.
     """
 
-    def __init__(
-        self,
-        x,
-        teacher,
-        dtype,
-        *,
-        reverse,
-        logits_scale=1.0,
-        logit_softcap=None,
-        teacher_softcap=None,
-    ):
-        z, zt = logits_scale * exact(x), logits_scale * exact(teacher)
-        self.dtype, self.u, self.reverse = (
-            dtype,
-            arithmetic(str(x.dtype), str(teacher.dtype)),
-            reverse,
-        )
-        of_tanh = max(4 if a.dtype.itemsize > 2 else 16 for a in (x, teacher)) + SAFETY
-        caps = [cap or 0.0 for cap in (logit_softcap, teacher_softcap)]
-        z_error = of_tanh * self.u * max(caps)
-        self.z_slope, slope_error = np.full_like(z, logits_scale), 0.0
-        if logit_softcap is not None:
-            t = np.tanh(z / logit_softcap)
-            z, self.z_slope = logit_softcap * t, logits_scale * (1 - t**2)
-            slope_error = 2 * of_tanh * self.u * np.abs(logits_scale)
-        if teacher_softcap is not None:
-            zt = teacher_softcap * np.tanh(zt / teacher_softcap)
-        self.z_error, self.slope_error = z_error, slope_error
-        depths = [v - v.max(-1, keepdims=True) for v in (z, zt)]
-        log_s = [np.log(np.exp(d).sum(-1, keepdims=True)) for d in depths]
-        self.log_q, self.log_p = (d - s for d, s in zip(depths, log_s))
-        self.depth = np.maximum(*map(np.abs, depths))
-        first, second = self.log_p, self.log_q
-        if reverse:
-            first, second = second, first
-        self.size = np.exp(first) * np.abs(first - second)
-        self.value = np.sum(np.exp(first) * (first - second), -1)
-        offset = np.abs(log_s[0] - log_s[1])
-        walk = np.sqrt(z.shape[-1]) + 4
-        terms = (self.size + np.exp(first) * offset) * (walk + self.depth)
-        terms += np.abs(np.exp(second) - np.exp(first)) * (walk + self.depth)
-        self.bound = SAFETY * self.u * terms.sum(-1) + SAFETY * self.u * self.value
-        changes = 2 * self.size + np.abs(np.exp(second) - np.exp(first))
-        self.bound += self.z_error * changes.sum(-1)
+    def __init__(self, x, teacher, dtype, *, reverse, logits_scale=1.0, **softcaps):
+        self.arrays, self.dtype = (x, teacher), dtype
+        self.wide = jnp.result_type(x, teacher, jnp.float32)
+        self.reverse, self.scale = reverse, logits_scale
+        self.caps = [softcaps.get(name) for name in ("logit_softcap", "teacher_softcap")]
+        self.value, self.bound = self._analysed(lambda divergence, x: divergence(x))
 
     def gradient(self, d):
-        p, q = np.exp(self.log_p), np.exp(self.log_q)
-        ratio = self.log_q - self.log_p
-        slope = q * (ratio - self.value[:, None]) if self.reverse else q - p
-        size = q * (np.abs(ratio) + 1 + self.value[:, None]) if self.reverse else q + p
-        few = SAFETY * self.u * (self.depth + np.abs(self.log_q) + np.abs(self.log_p) + 4)
-        error = size * (few + 4 * self.z_error)
-        error += q * self.bound[:, None] if self.reverse else 0
-        error = error * np.abs(self.z_slope) + np.abs(slope) * self.slope_error
-        dx = exact(d)[:, None] * slope * self.z_slope
-        return dx, np.abs(exact(d))[:, None] * error + rounding(dx, self.dtype)
+        dx, error = self._analysed(lambda divergence, x: jax.vjp(divergence, x)[1](d)[0])
+        return dx, error + rounding(dx, self.dtype)
+
+    def _analysed(self, run):
+        """Return ``run(divergence, x)`` in float64 and its bound, for a function of the logits."""
+        options = {"reverse": self.reverse, "logits_scale": self.scale, "implementation": "xla"}
+        options |= dict(zip(("logit_softcap", "teacher_logit_softcap"), self.caps))
+
+        def ours(x, teacher):
+            return kl_divergence(x, teacher, **options)
+
+        def plain(x, teacher):
+            factor = jnp.reshape(self.scale, (-1, 1)).astype(self.wide)
+            scaled = (capped(factor * z, cap) for z, cap in zip((x, teacher), self.caps))
+            return divergences(*scaled, reverse=self.reverse)
+
+        ours, plain = (
+            analyse(
+                lambda x, teacher, f=f: run(
+                    lambda x: f(x, teacher.astype(self.wide)), x.astype(self.wide)
+                ),
+                *self.arrays,
+            )
+            for f in (ours, plain)
+        )
+        return plain.value, ours.error
 
 
 @each_direction

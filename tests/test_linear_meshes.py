@@ -411,29 +411,6 @@ def test_on_shards(name, check_vma):
     check(jax.jit(jax.value_and_grad(function, floats(name)))(*sharded), name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        *((kind, "rows") for kind in KINDS),
-        *(
-            (kind, layout)
-            for kind in ("auto", "explicit")
-            for layout in ("FSDP over d", "x over d")
-        ),
-    ],
-)
-def test_the_norm_s_kernel_gets_shards(kind, layout):
-    """A kernel gets whole rows. If the columns of x are split, XLA's code runs instead."""
-    name = "rms_norm_linear"
-    on_one_device(name, 1)  # Cache the expected results of XLA's code.
-    function, (_, sharded, _) = norm_loss, placed(name, kind, NORM[layout])
-    if kind == "manual":
-        function, sharded = on_shards(name)
-    with as_default(Kernels()) as kernels:
-        check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), name)
-    assert {*kernels.shapes} == (set() if layout == "x over d" else {(6, D)})
-
-
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_the_kernel_of_norm_and_product_is_not_partitioned(kind):
     mesh = mesh_of(Case("", MESH, P()), kind)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import reference
 import refused
-from log_prob_cases import LogProbs
-from loss_cases import CrossEntropy, operands
+from loss_cases import CrossEntropy, LogProbs, operands
 from pairs import on_each_implementation
 from program_error import assert_computes
 from reference import assert_within, exact

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from log_prob_cases import LogProbs
-from loss_cases import CrossEntropy, operands
+from loss_cases import CrossEntropy, LogProbs, operands
 from programs import kernels_in
 from reference import assert_within, exact
 from specs import BF16, F16, F32, build_spec, changed

@@ -72,7 +72,12 @@ FAMILIES = {
             "scale_groups": [1, 3, 9],
             "scale_dtype": [F32, BF16],
         },
-        [{"bias_groups": 3}, {"scale_groups": 3, "saved": "input"}, {"scale_groups": 3}],
+        [
+            *SCALES[:2],
+            {"bias_groups": 3},
+            {"scale_groups": 3, "saved": "input"},
+            {"scale_groups": 3},
+        ],
         {"kind": "layer_norm"},
     ),
     "activation": Family(
