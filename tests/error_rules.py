@@ -62,7 +62,9 @@ def stored(result: Value, rounding: Any, dtype: Any) -> Value:
     value = np.where(
         np.abs(value) > largest * (1 + unit_roundoff(dtype)), np.copysign(np.inf, value), value
     )
-    least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
+    # Programs may replace subnormal numbers by 0, except in float16, to which they only cast.
+    kind = "smallest_subnormal" if dtype == np.float16 else "smallest_normal"
+    least = float(getattr(ml_dtypes.finfo(dtype), kind)) if np.any(rounding) else 0.0
     # The analysis itself computes in float64. If the program computes in float64, too, the analysis
     # makes rounding errors as large as those of the program, so the bound is doubled.
     own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
