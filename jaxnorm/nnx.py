@@ -308,9 +308,10 @@ def convert[Model](
         a class, the function replaces ``__call__``. It may call the original ``__call__``. The
         modules stay the same objects, keep their parameters, and remain instances of the class.
         ``save`` and ``implementation`` do not apply to them. Modules of subclasses are not changed.
-        A log line lists the changed modules (level INFO), the modules of subclasses, and classes in
-        ``calls`` that the model does not use (a warning). If the function cannot be pickled (a
-        lambda, for example), a pickled model is loaded with modules of the original class.
+        One log line lists the changed modules. If it also lists modules of subclasses, or classes
+        in ``calls`` that the model does not use, its level is WARNING instead of INFO. If the
+        function cannot be pickled (a lambda, for example), a pickled model is loaded with modules
+        of the original class.
 
     Returns:
       ``model``, the same object.

@@ -351,8 +351,8 @@ def masks(
     if not checks.fits(array.shape, of_labels):
         logits = [shape] if array.dtype == bool and takes_classes else []
         classes = (
-            f"; or a mask that broadcasts to logits' shape {shape}, with {len(shape)} axes: which "
-            "classes there are"
+            f"; or a mask of classes that broadcasts to logits' shape {shape}, with {len(shape)} "
+            "axes: which classes there are"
         )
         if not takes_classes:
             classes = _instead_of_classes(array.shape, shape)

@@ -26,8 +26,8 @@ _RATES = {
 }
 _OTHER_RATES = (600e12, 3.0e12)
 
-# XLA fuses elementwise operations, reductions and functions of rows. Their costs assume that only
-# one in _FUSED of them accesses memory.
+# Costs assume that fusion leaves only one in _FUSED operations to access memory. This applies to
+# elementwise operations, reductions, and jaxnorm's norms, softmaxes and losses without matmuls.
 _FUSED = 8
 # If there is no budget, an array is saved only if its recomputation, unfused, moves more than this
 # many bytes for each byte of the array.

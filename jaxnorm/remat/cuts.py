@@ -195,7 +195,7 @@ class Point:
 
 
 def point(graphs: Weighted, price: float, cuts: Sequence[Cut]) -> Point:
-    """Return the point at which each graph makes its choice in `cuts`."""
+    """Return the `Point` whose `cuts` has one choice per graph, in the order of `graphs`."""
     size = sum(runs * cut.bytes for (_, runs), cut in zip(graphs, cuts))
     seconds = math.fsum(runs * cut.seconds for (_, runs), cut in zip(graphs, cuts))
     return Point(size, seconds, price, tuple(cuts))

@@ -23,8 +23,9 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jaxnorm.remat import costs
 from jaxnorm.remat.programs import primitive_name, scan_counts
 
-# Libraries through which models call primitives. `_line` skips their frames in tracebacks. Other
-# installed packages may contain the model itself.
+# Libraries through which models call primitives. `_line` never reports their lines. It reports a
+# line of another installed package only if the traceback has no line outside installed packages,
+# because such a package may contain the model itself.
 _LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
 #: Primitives of functions with custom derivatives.

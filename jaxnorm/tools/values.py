@@ -255,7 +255,8 @@ def _sliced(value: Value, a: np.ndarray) -> np.ndarray:
 def _gathered(value: Value, a: np.ndarray, indices: np.ndarray, is_one: bool = False) -> np.ndarray:
     """Return the elements that a gather picks.
 
-    If `is_one` is True, `a` has the values at one position, from which one element is picked.
+    If `is_one` is True, `a` has the values at a single position, and all indices must pick the same
+    element.
     """
     params, a = value.equation.params, stored(a)
     axes = params["dimension_numbers"].start_index_map

@@ -198,8 +198,8 @@ class Exchange:
       warpgroups: number of warpgroups (of 4 warps) per block.
       cluster: number of blocks that share a row; 1 means no cluster.
       values: maximum number of values that a warp contributes to an exchange.
-      depth: number of exchanges that may be in flight. An exchange is in flight while its values
-        have been written, but not yet read by all warps.
+      depth: number of exchanges that a warp may have written but not yet read. With a depth of 2, a
+        warp may write exchange ``k + 1`` before it reads exchange k.
       stages: number of stages, each of which is memory for the values of one exchange. The fastest
         warp may write exchange ``k + stages - 1`` while the slowest still reads exchange k.
     """
