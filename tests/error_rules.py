@@ -190,7 +190,11 @@ def is_uncertain(a: Value, b: Value) -> np.ndarray:
 
 
 def _select(operands, **_):
-    """The error covers all cases of an element if rounding errors may change its choice."""
+    """The error covers all cases of an element if rounding errors may change its choice.
+
+    Cases for which there is no bound are left out: a program chooses between two formulas where
+    both are accurate, although the analysis may find a bound for one of them only.
+    """
     which, *cases = operands
     index = np.broadcast_to(np.asarray(which.value, np.int64), cases[0].value.shape)
     chosen = joined(lambda arrays: np.choose(index, arrays), cases)
@@ -200,7 +204,8 @@ def _select(operands, **_):
     for case in cases:
         distance = np.abs(np.asarray(case.value, float) - np.asarray(chosen.value, float))
         distance = np.where(case.value == chosen.value, 0, distance)
-        furthest = np.maximum(furthest, distance + case.error)
+        reach = distance + case.error
+        furthest = np.maximum(furthest, np.where(np.isfinite(reach), reach, 0))
     return Value(chosen.value, np.where(which.error > 0, furthest, chosen.error)), 0
 
 

@@ -141,8 +141,11 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         if (name in _EXACT or name in _ALSO_EXACT) and not from_floats and not is_key:
             (variable,) = equation.outvars
             arrays = [o.value.astype(a.aval.dtype) for o, a in zip(operands, equation.invars)]
-            if name in _COMPARISONS and _has_floats(equation.invars):
+            if name in _ORDERS and _has_floats(equation.invars):
                 return [Value(_EXACT[name](*arrays), is_uncertain(*operands))]
+            if name in ("eq", "ne") and _has_floats(equation.invars):
+                # A test of equality looks for exact values, such as the 0 of masked elements.
+                return [exact(_EXACT[name](*arrays))]
             values = [Value(a, o.error) for a, o in zip(arrays, operands)]
             if name in _EXACT:
                 error = functools.reduce(np.maximum, [o.error for o in operands])
@@ -189,12 +192,12 @@ def _keeps_all_bits(equation: Any) -> bool:
 # Operations that only move elements or work on integers and booleans. NumPy runs them, because JAX
 # would compile each of them separately. The rules of the operations in `_ALSO_EXACT` compute the
 # results of these types, too.
-_COMPARISONS: dict[str, Callable] = {
-    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
-    **{"gt": np.greater, "ge": np.greater_equal},
+_ORDERS: dict[str, Callable] = {
+    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal},
 }
 _EXACT: dict[str, Callable] = {
-    **_COMPARISONS,
+    **_ORDERS,
+    **{"eq": np.equal, "ne": np.not_equal},
     **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum},
     **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
 }

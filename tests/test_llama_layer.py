@@ -19,7 +19,7 @@ def test_the_docs_have_its_figures():
     assert dict(re.findall(r"^\| ([^|]+) \| ([\d.]+) \|$", page, re.MULTILINE)) == rows
     plain, *_, least = rows.values()
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"the equivalent of {plain} activations (tokens x width) instead of {least}" in readme
+    assert f"saves {plain} activations (tokens x width) in plain JAX, and {least} with" in readme
 
 
 def test_the_report_advises_to_save_least():
