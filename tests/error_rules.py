@@ -409,10 +409,13 @@ RULES: dict[str, Callable] = {
     # one of b's axes, so it has at most max(b.shape) terms.
     "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,
+    # The unit roundoff is that of the format, and not of the array's dtype, which may be wider.
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (
-        operands[0],
-        # The array's dtype may be wider than the format to which it is rounded.
-        np.abs(operands[0].value) * 2.0 ** (23 - mantissa_bits),
+        Value(
+            operands[0].value,
+            operands[0].error + np.abs(operands[0].value) * 2.0 ** -(mantissa_bits + 1),
+        ),
+        0,
     ),
     "iota": _iota,
     "broadcast_in_dim": _view(_broadcast),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.oldest_jax
 
 
 def each_schedule() -> Iterator[Any]:
-    """Yield each pass of each family with each schedule that has shared memory for its arrays."""
+    """Yield each pass of each family with each schedule that suits it."""
     for family, direction in each_pass():
         of, combinations = FAMILIES[family], FAMILIES[family].combinations()
         clustered = direction == "fwd" or family in ("softmax", "norm")

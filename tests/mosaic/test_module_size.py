@@ -82,6 +82,7 @@ def operations(name: str, options: dict[str, Any], cols: int, x: str, y: str) ->
     """Return the number of operations of a function's kernels, forward and backward together."""
     # The last number of rows is that of queries, of heads or of groups.
     rows = (8, 8, 256) if "softmax" in name else (8, 256, 8)
+    rows = (8, cols) if name == "softmax" and "causal" in options else rows
     sizes, kinds = Sizes(rows, cols, cols), FUNCTIONS[name].kinds.split()
     dtypes = {"labels": "int32", **dict.fromkeys(("counts", "mask"), "bool")}
     dtypes |= dict.fromkeys(("x", "residual", "gate", "logits", "logits_bias"), x)
