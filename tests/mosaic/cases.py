@@ -100,7 +100,7 @@ BACKWARD = (
     Case("ring_rows_tail", 14, 3000, PipelinedRows(8, 2, stages=2, rows=2)),
     Case("ring_more_stages", 9, 1024, PipelinedRows(8, 1, stages=4)),
     Case("ring_three_warpgroups", 5, 6144, PipelinedRows(8, 3, stages=2)),
-    Case("ring_four_warpgroups", 5, 8192, PipelinedRows(8, 4, stages=2)),
+    Case("ring_four_warpgroups", 5, 4096, PipelinedRows(8, 4, stages=3)),
     Case("rows_ring", 23, 512, PipelinedNarrowRows(8, 32, rows=8, stages=2)),
     Case("rows_ring_tail", 13, 440, PipelinedNarrowRows(8, 32, rows=4, stages=3)),
     Case("rows_ring_parts_of_warps", 70, 64, PipelinedNarrowRows(8, 4, rows=32, stages=2)),
