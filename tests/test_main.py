@@ -1,6 +1,7 @@
 """``python -m jaxnorm``: its output, the errors that its check finds, and its exit status."""
 
 import ast
+import ctypes
 import io
 import runpy
 import sys
@@ -61,6 +62,33 @@ def test_what_runs_names_the_reasons(monkeypatch):
     monkeypatch.setattr(backends, "local_platform", lambda: "tpu")
     # The report has one line for both passes of layer_norm if they have the same implementation.
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
+
+
+@pytest.mark.parametrize(
+    ("failed", "client", "expected"),
+    [
+        (0, "PJRT C API\ncuda 13000", {"CUDA driver": "up to CUDA 12.8", "CUDA runtime": "13.0"}),
+        (1, "another runtime", {}),
+    ],
+)
+def test_devices_and_cuda(failed, client, expected, monkeypatch):
+    device = types.SimpleNamespace(
+        device_kind="NVIDIA H100",
+        compute_capability="9.0",
+        memory_stats=lambda: {"bytes_limit": 60 * 2**30},
+        client=types.SimpleNamespace(platform_version=client),
+    )
+    said = machine._device(device)
+    assert said.endswith("(NVIDIA H100), compute capability 9.0, 60.0 GiB of memory for JAX")
+
+    def version(pointer):
+        pointer._obj.value = 12080
+        return failed
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    driver = types.SimpleNamespace(cuDriverGetVersion=version)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert dict(machine._cuda_versions()) == expected
 
 
 # -------------------------------------------------------------------------------------- the check

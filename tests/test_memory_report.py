@@ -188,6 +188,11 @@ def test_all_advice_together():
     after = memory_report(ours, *args, argnums=(0, 1))
     assert told(before, "linear_softmax_cross_entropy")
     assert before.total - after.total == pytest.approx(before.saves, rel=0.1)
+    starts = [line.split(" MiB")[0] for line in str(before).splitlines() if " saves " in line]
+    assert [start.split(" saves ")[0] for start in starts[:2]] == [
+        "auto_remat",
+        "linear_softmax_cross_entropy",
+    ]
 
 
 def linen_model():
