@@ -245,7 +245,7 @@ def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> li
 
 
 # The names of the parameters in which JAX's call-like primitives have their jaxpr.
-_INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
+_INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr", "callee"}
 _IDENTITIES = {
     "mesh_cast",
     "optimization_barrier",
