@@ -409,7 +409,7 @@ RULES: dict[str, Callable] = {
     # one of b's axes, so it has at most max(b.shape) terms.
     "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,
-    # The unit roundoff is that of the format, and not of the array's dtype, which may be wider.
+    # The error depends on the bits of the format. The array's dtype may have more bits.
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (
         Value(
             operands[0].value,

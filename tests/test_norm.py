@@ -301,7 +301,7 @@ def test_group_norms(case, dtype, p_dtype, save, activation, implementation):
 
 @pytest.mark.parametrize("name", [n for n, of in OPERANDS.items() if "residual" in of])
 def test_groups_of_sums(name):
-    """Parameters of norms with a residual may broadcast along normalised axes, too."""
+    """Parameters of norms with a residual may also broadcast along normalised axes."""
     x, scale = normal((2, 6, 4, 8), "float32", 0), normal((4, 1, 8), "float32", 1)
     more = {"next_scale": {"next_scale": scale[..., :1]}, "bias": {"bias": 2 * scale}}
     given = {"residual": 2 * x, "scale": scale, "axis": (1, 3), "scale_offset": 1.0}

@@ -140,9 +140,9 @@ def test_nearly_impossible_classes():
 
 @each_direction
 def test_small_divergences(reverse):
-    """If the student's and the teacher's logits differ by about 1e-2, errors are small, too.
+    """Errors are small if the student's and the teacher's logits differ by about 1e-2.
 
-    The bound on an error is 1e-2 times a few roundoffs.
+    The bound on an error is then 1e-2 times a few unit roundoffs.
     """
     x, noise = operands((2, 30000), "float32")
     teacher = x + 1e-2 * noise

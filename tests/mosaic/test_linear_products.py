@@ -100,7 +100,7 @@ def test_dlogits_take_the_logits_place(compiler: Compiler, reduction):
     assert not [line for line in lines if re.search(rf"= bf16\[\d+,{V}\]\S* copy\(", line)]
     calls = [line for line in lines if 'custom_call_target="mosaic_gpu' in line]
     # In each pass over all rows, the kernels of one chunk are in the loop, and others precede it.
-    # Without a reduction, the forward pass is a loop of its own, without a chunk before it.
+    # Without a reduction, the forward pass has a loop of its own, and no chunk precedes this loop.
     kernels = sorted(("_bwd" in line, "output_to_operand_aliasing" in line) for line in calls)
     assert kernels == [(False, False)] * (2 + (reduction == "none")) + [(True, True)] * 2
     workspace = 2**26  # bytes for cuBLAS's own memory, and for arrays with one number per row
